@@ -1,0 +1,354 @@
+"""The configuration: one strict, frozen pydantic model a stage, free of torch.
+
+Defaults are overridden by a YAML file, and that by dotted ``key=value`` arguments (``config.load``). Unknown keys are
+errors. Values that depend on other values (``auto``) are resolved here, once, so that ``config.resolved.yaml`` shows
+what really ran. The docstring under each field is the text of ``docs/config.md``.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+Site = Literal["attn_norm", "mlp_norm", "final_norm"]
+Positive = Annotated[int, Field(ge=1)]
+NonNegative = Annotated[int, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+
+
+class Section(BaseModel):
+    """Base of all sections: strict types, no unknown keys, immutable, docstrings as descriptions."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
+
+
+class ModelConfig(Section):
+    """Which checkpoint, and what arithmetic."""
+
+    path: str | None = None
+    """Model folder, a NAME under $QERL_MODELS, or `demo` for the packaged tiny model."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Compute type of the decoder. Norms, logits, LoRA master weights and log-probs are float32 in either case."""
+    device: str = "auto"
+    """`auto` (CUDA when there is one), `cpu`, `cuda` or `cuda:N`."""
+
+
+class QuantConfig(Section):
+    """How the frozen base weights are held."""
+
+    format: Literal["bf16", "nvfp4"] = "nvfp4"
+    """Storage format of the decoder's linear layers. `bf16` keeps them in `model.dtype`, unquantized."""
+    method: Literal["rtn"] = "rtn"
+    """Quantizer: round to nearest."""
+    rounding: Literal["ct", "torchao"] = "ct"
+    """Named NVFP4 rounding: byte-equal to compressed-tensors (`ct`) or to torchao (`torchao`)."""
+    overrides: dict[str, Literal["bf16", "nvfp4"]] = {}
+    """Format by module pattern, e.g. `{"layers.0.*": bf16}`, matched against names such as `layers.0.mlp.down_proj`; the last match wins. q/k/v, and gate/up, of one layer must agree; a pattern that matches nothing is an error."""
+    dense_cache: Literal["auto", "on", "off"] = "auto"
+    """Keep a dequantized copy of each weight beside the packed one. `auto`: on for the CPU, where unpacking costs more than the product; off on a GPU."""
+
+
+class LoraConfig(Section):
+    """The adapters: y = W x + (alpha / rank) * B A x."""
+
+    rank: Positive = 32
+    """Rank r of A [r, d_in] and B [d_out, r]."""
+    alpha: Annotated[float, Field(gt=0)] = 32.0
+    """Scale numerator; the adapter output is multiplied by alpha / rank."""
+    targets: tuple[Projection, ...] = PROJECTIONS
+    """Projections that carry an adapter. One that matches nothing in the model is an error."""
+    train_norms: bool = True
+    """Also train the two RMSNorm scales of each layer (the released recipe does); the final norm stays frozen."""
+
+
+class AqnConfig(Section):
+    """Adaptive quantization noise: h = u * (w + z), z ~ N(0, sigma^2), keyed and replayable."""
+
+    enabled: bool = True
+    """Switch of its own; never inferred from the format or a name."""
+    schedule: Literal["exponential", "linear", "cosine", "logarithmic", "constant"] = "exponential"
+    """How sigma goes from sigma_start to sigma_end over stages 1..num_stages-1; stage 0 is noise-free."""
+    sigma_start: Annotated[float, Field(ge=0)] = 5.0e-2
+    """Sigma of stage 1."""
+    sigma_end: Annotated[float, Field(ge=0)] = 5.0e-4
+    """Sigma of the last stage."""
+    num_stages: Annotated[int, Field(ge=2)] = 10
+    """Number of stages K over the planned optimizer updates; stage = floor(K * completed / planned)."""
+    scope: Literal["rollout"] = "rollout"
+    """How long one draw lasts: one draw per rollout phase."""
+    magnitude: Literal["absolute", "relative"] = "absolute"
+    """`absolute`: z has standard deviation sigma. `relative`: sigma * |w|, with w the clean scale when the rollout began."""
+    prompt: Literal["noisy"] = "noisy"
+    """Prompt positions see the same noise as the answer."""
+    sites: tuple[Site, ...] = ("attn_norm", "mlp_norm")
+    """Norms that receive noise. The attention norm is read by q, k, v; the MLP norm by gate, up."""
+
+    @model_validator(mode="after")
+    def _check(self) -> AqnConfig:
+        one_end_is_zero = (self.sigma_start == 0) != (self.sigma_end == 0)
+        if self.enabled and self.schedule == "exponential" and self.num_stages > 2 and one_end_is_zero:
+            raise ValueError(
+                f"an exponential schedule cannot reach 0: sigma_start={self.sigma_start}, sigma_end={self.sigma_end}; "
+                "use schedule=linear, or a small positive end"
+            )
+        if self.enabled and not self.sites:
+            raise ValueError("aqn.sites is empty while aqn.enabled is true: name a site or set aqn.enabled=false")
+        return self
+
+
+class DataConfig(Section):
+    """Prompts for training and evaluation."""
+
+    train: str | None = None
+    """A .jsonl/.parquet file, a built-in data set (`arithmetic`), a folder NAME under $QERL_DATA, or a hub name; `NAME:split` picks a split (default train)."""
+    eval: str | None = None
+    """The same for evaluation (default split: test)."""
+    eval_limit: Positive | None = None
+    """Use only the first N evaluation problems."""
+    question_key: str = "question"
+    """Field of a row that holds the question (a string, or a list of chat messages)."""
+    answer_key: str = "answer"
+    """Field of a row that holds the reference answer."""
+    system_prompt: str | None = None
+    """System message of the chat; none lets the template use its own default."""
+    prompt_template: str = "{question}"
+    """User message; `{question}` is replaced by the row's question."""
+
+
+class RolloutConfig(Section):
+    """How training answers are sampled."""
+
+    prompts_per_step: Positive = 32
+    """Prompts drawn per rollout."""
+    group_size: Annotated[int, Field(ge=2)] = 8
+    """Answers per prompt (TRL `num_generations`)."""
+    temperature: Annotated[float, Field(ge=0)] = 1.0
+    """Sampling temperature; training refuses 0."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Nucleus mass; 1 is off. Anything below 1 warns in training: mass outside the support cannot be recovered."""
+    top_k: NonNegative = 0
+    """Keep the k likeliest tokens; 0 is off."""
+    min_p: Fraction = 0.0
+    """Keep tokens at least min_p times as likely as the likeliest; 0 is off."""
+    max_prompt_tokens: Positive = 512
+    """Longer prompts are dropped, counted and shown."""
+    max_new_tokens: Positive = 1024
+    """Longest answer; one that does not stop by then is `truncated`."""
+    max_num_seqs: Positive | Literal["auto"] = "auto"
+    """Sequences decoded at once; `auto`: all of a rollout up to 256."""
+
+
+class OverlongConfig(Section):
+    """Soft overlong punishment of DAPO: 0 up to max_new_tokens - buffer, then linear to -penalty."""
+
+    enabled: bool = False
+    """Add the punishment to the reward (never to accuracy)."""
+    buffer_tokens: Positive = 256
+    """Width of the linear part; must be smaller than rollout.max_new_tokens."""
+    penalty: Annotated[float, Field(gt=0)] = 1.0
+    """Punishment of an answer that reaches max_new_tokens."""
+
+
+class RewardConfig(Section):
+    """What an answer is worth."""
+
+    functions: tuple[str, ...] = ("accuracy",)
+    """`accuracy`, `format`, `module:function` or `file.py:function`. The outcome of a sample is decided by accuracy alone."""
+    weights: tuple[float, ...] = (1.0,)
+    """One weight a function."""
+    format_pattern: str = r"\\boxed\{.+\}"
+    """Regular expression that `format` looks for anywhere in the answer (dot matches newline)."""
+    timeout_seconds: Annotated[float, Field(gt=0)] = 10.0
+    """Longest time one sample's scoring may take before it counts as unscorable."""
+    overlong: OverlongConfig = OverlongConfig()
+    """Soft overlong punishment."""
+
+    @model_validator(mode="after")
+    def _check(self) -> RewardConfig:
+        if not self.functions:
+            raise ValueError("reward.functions is empty: name at least one, such as accuracy")
+        if len(self.weights) != len(self.functions):
+            raise ValueError(
+                f"reward.weights has {len(self.weights)} entries for {len(self.functions)} reward.functions"
+            )
+        return self
+
+
+class ObjectiveConfig(Section):
+    """The clipped surrogate and its denominator."""
+
+    type: Literal["grpo", "dapo", "dr_grpo"] = "dapo"
+    """grpo: mean over sequences of token means. dapo: token mean over the whole batch. dr_grpo: token sum over B * max_new_tokens."""
+    clip_low: Annotated[float, Field(ge=0, lt=1)] = 0.2
+    """Lower clip: ratio >= 1 - clip_low (TRL `epsilon`)."""
+    clip_high: Annotated[float, Field(ge=0)] = 0.28
+    """Upper clip: ratio <= 1 + clip_high (TRL `epsilon_high`)."""
+    denominator: Literal["auto", "behavior", "recomputed"] = "auto"
+    """`behavior`: log-probs recorded by the engine. `recomputed`: the trainer's own pass at the old parameters. `auto`: behavior with noise replayed, recomputed with noise absent."""
+    noise: Literal["replayed", "absent"] = "replayed"
+    """`replayed`: train the policy given its noise. `absent`: train the clean policy from noisy behavior."""
+    is_cap: Annotated[float, Field(gt=0)] | Literal["auto", "off"] = "auto"
+    """Cap c of the token weight min(pi_old / pi_behavior, c), which exists only with denominator=recomputed (`auto`: 2.0 there, off with behavior)."""
+    kl_coef: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the k3 KL estimate to the reference: same model, adapters and noise off, initial norms (TRL `beta`)."""
+    advantage: Literal["group", "none", "batch", "leave_one_out"] = "group"
+    """`group`: (R - mean) / (std + eps), population std. `none`: R - mean (Dr. GRPO). `batch`: R - group mean over the batch's std. `leave_one_out`: R - mean of the others."""
+    mask_truncated: bool = False
+    """Truncated answers stay in the group statistics but leave the loss."""
+
+    @model_validator(mode="after")
+    def _check(self) -> ObjectiveConfig:
+        denominator = self.denominator
+        if denominator == "auto":
+            denominator = "behavior" if self.noise == "replayed" else "recomputed"
+        if denominator == "behavior" and self.is_cap not in ("auto", "off"):
+            raise ValueError(
+                "objective.is_cap has no meaning with objective.denominator=behavior: the ratio is already taken to the behavior "
+                "policy and a second weight would count it twice; use denominator=recomputed or is_cap=off"
+            )
+        cap = self.is_cap
+        if cap == "auto":
+            cap = 2.0 if denominator == "recomputed" else "off"
+        object.__setattr__(self, "denominator", denominator)
+        object.__setattr__(self, "is_cap", cap)
+        return self
+
+
+class OptimConfig(Section):
+    """AdamW on the adapters (and norms)."""
+
+    lr: Annotated[float, Field(gt=0)] = 1.0e-5
+    """Peak learning rate."""
+    betas: tuple[Fraction, Fraction] = (0.9, 0.99)
+    """AdamW moment decays."""
+    eps: Annotated[float, Field(gt=0)] = 1.0e-8
+    """AdamW epsilon."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    """Decoupled weight decay of the LoRA matrices; norm scales are never decayed."""
+    warmup_ratio: Fraction = 0.1
+    """Share of planned updates in which lr rises linearly from 0."""
+    schedule: Literal["cosine", "constant"] = "cosine"
+    """After warm-up: cosine to 0 at the last planned update, or constant."""
+    max_grad_norm: Annotated[float, Field(gt=0)] = 0.2
+    """Global gradient norm is clipped to this."""
+    updates_per_rollout: Positive = 1
+    """Optimizer updates made from one rollout; its groups are split into that many mini-batches."""
+
+
+class TrainConfig(Section):
+    """Length, seed, batching and saving."""
+
+    steps: Positive = 200
+    """Rollout steps; planned updates = steps * optim.updates_per_rollout."""
+    seed: NonNegative = 0
+    """Root of every keyed draw: data order, sampling, noise, adapter initialization."""
+    token_budget: Positive = 16384
+    """Most tokens (prompt + answer) of one packed forward/backward pass; the loss does not depend on it."""
+    checkpointing: bool = False
+    """Recompute each decoder layer in the backward pass instead of keeping its activations."""
+    save_every: NonNegative = 50
+    """Steps between checkpoints; 0 saves only the last."""
+    keep_checkpoints: NonNegative = 0
+    """Keep only the newest N checkpoints; 0 keeps all."""
+    save_adapter_every: NonNegative = 1
+    """Keep the adapter of every N-th rollout, so its behavior records can be scored again; 0 keeps none."""
+
+
+class EvalConfig(Section):
+    """The declared deployment policy that evaluation measures."""
+
+    every: NonNegative = 50
+    """Steps between evaluations; 0 evaluates only before and after."""
+    before: bool = True
+    """Evaluate before the first step."""
+    after: bool = True
+    """Evaluate after the last step."""
+    temperature: Annotated[float, Field(ge=0)] = 0.0
+    """0 is greedy."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Nucleus mass."""
+    samples: Positive = 1
+    """Answers per question; more than 1 needs a temperature above 0."""
+    noise: bool = False
+    """Evaluate with the training noise of the current stage (keyed apart from every rollout)."""
+    max_new_tokens: Positive | None = None
+    """Longest answer; none takes rollout.max_new_tokens."""
+    confidence: Annotated[float, Field(gt=0, lt=1)] = 0.95
+    """Level of the Wilson interval."""
+
+    @model_validator(mode="after")
+    def _check(self) -> EvalConfig:
+        if self.samples > 1 and self.temperature == 0:
+            raise ValueError(
+                f"eval.samples={self.samples} greedy answers would all be the same: set eval.temperature above 0"
+            )
+        return self
+
+
+class LogConfig(Section):
+    """Where metrics go besides metrics.jsonl."""
+
+    backends: tuple[Literal["jsonl", "tensorboard", "wandb", "trackio"], ...] = ("jsonl",)
+    """jsonl is always written; the others need their package."""
+    completions: NonNegative = 8
+    """Answers per step written as readable text under completions/."""
+    progress: Literal["auto", "live", "plain", "off"] = "auto"
+    """Terminal display: a live table, one line a step, or nothing; `auto` picks live on a terminal."""
+
+
+class RunConfig(Section):
+    """Where the run folder goes."""
+
+    dir: str = "runs"
+    """Folder that holds run folders."""
+    name: str = "run"
+    """Name of this run's folder. A folder that already holds a run is refused unless --resume is given."""
+
+
+class Config(Section):
+    """The whole configuration of a training run."""
+
+    model: ModelConfig = ModelConfig()
+    quant: QuantConfig = QuantConfig()
+    lora: LoraConfig = LoraConfig()
+    aqn: AqnConfig = AqnConfig()
+    data: DataConfig = DataConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    reward: RewardConfig = RewardConfig()
+    objective: ObjectiveConfig = ObjectiveConfig()
+    optim: OptimConfig = OptimConfig()
+    train: TrainConfig = TrainConfig()
+    eval: EvalConfig = EvalConfig()
+    log: LogConfig = LogConfig()
+    run: RunConfig = RunConfig()
+
+    @model_validator(mode="after")
+    def _check(self) -> Config:
+        updates, prompts = self.optim.updates_per_rollout, self.rollout.prompts_per_step
+        if prompts % updates:
+            raise ValueError(
+                f"rollout.prompts_per_step={prompts} groups cannot be split into optim.updates_per_rollout={updates} equal mini-batches: "
+                f"use a multiple of {updates}"
+            )
+        overlong = self.reward.overlong
+        if overlong.enabled and overlong.buffer_tokens >= self.rollout.max_new_tokens:
+            raise ValueError(
+                f"reward.overlong.buffer_tokens={overlong.buffer_tokens} must be smaller than "
+                f"rollout.max_new_tokens={self.rollout.max_new_tokens}"
+            )
+        longest = self.rollout.max_prompt_tokens + self.rollout.max_new_tokens
+        if longest > self.train.token_budget:
+            raise ValueError(
+                f"train.token_budget={self.train.token_budget} cannot hold one sequence of rollout.max_prompt_tokens + "
+                f"rollout.max_new_tokens = {longest} tokens: raise the budget or shorten the sequences"
+            )
+        return self
+
+    @property
+    def planned_updates(self) -> int:
+        """Optimizer updates of the whole run."""
+        return self.train.steps * self.optim.updates_per_rollout
