@@ -1,0 +1,49 @@
+"""The linear layer of a frozen, packed base weight with LoRA adapters: y = W_hat x + b + scale * B (A x).
+
+Legend: T tokens, I inputs, O output rows (of all fused projections), R adapter ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from qerl.formats import PackedWeight
+from qerl.kernels import dispatch
+from qerl.kernels.fp4_linear.adapter import AdapterPart, flatten
+from qerl.kernels.fp4_linear.autograd import Fp4Linear
+from qerl.kernels.fp4_linear.gate import layout_gate
+
+__all__ = ["AdapterPart", "fp4_linear", "layout_gate"]
+
+
+def fp4_linear(
+    x_TI: Tensor,
+    weight: PackedWeight,
+    bias_O: Tensor | None = None,
+    adapters: Sequence[AdapterPart] = (),
+    dense_OI: Tensor | None = None,
+    *,
+    kernel: str = "auto",
+) -> Tensor:
+    """Apply a packed weight of any format, and its adapters, to activations.
+
+    Args:
+        x_TI: activations, compute type (float32, bfloat16, float64).
+        weight: packed weight; gets no gradient.
+        bias_O: added to the base product.
+        adapters: parts in x's dtype; see `AdapterPart` for sharing one A.
+        dense_OI: dequantized copy owned by the caller, used instead of unpacking. In float32 it changes nothing but
+            the last bits; in bfloat16 the copy has rounded each weight once, which the packed product does not.
+        kernel: implementation by name.
+
+    Returns:
+        y [T, O] in x's dtype. Gradients flow to x, bias, every A and B; the backward pass unpacks the weight again.
+
+    Raises:
+        KernelUnavailableError: `kernel` cannot run here.
+    """
+    placements, a_RI, b_OR = flatten(adapters)
+    implementation = dispatch.load("fp4_linear", x_TI.device, kernel)
+    return Fp4Linear.apply(x_TI, bias_O, weight, dense_OI, placements, implementation, *a_RI, *b_OR)

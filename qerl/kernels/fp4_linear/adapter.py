@@ -1,0 +1,54 @@
+"""The adapter record and its flat form, which autograd and kernels take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterPart:
+    """A LoRA adapter of some output rows: y[:, start:stop] += scale * (x A^T) B^T, rank r = columns of B.
+
+    Parts that read the same x can hand over the SAME stacked `a_RI` tensor (the same object) with their own
+    `rank_start`; x A^T is then one product for all of them.
+    """
+
+    start: int
+    """First output row."""
+    stop: int
+    """One past the last output row."""
+    a_RI: Tensor
+    """[R, d_in], R >= rank_start + r."""
+    b_OR: Tensor
+    """[stop - start, r]."""
+    scale: float
+    """alpha / rank."""
+    rank_start: int = 0
+    """First row of `a_RI` that belongs to this part."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where one part reads and writes; tensors are held apart, by index."""
+
+    rows: slice
+    ranks: slice
+    a_index: int
+    scale: float
+
+
+def flatten(parts: Sequence[AdapterPart]) -> tuple[tuple[Placement, ...], list[Tensor], list[Tensor]]:
+    """(placements, distinct A tensors, one B a part)."""
+    distinct: list[Tensor] = []
+    placements = []
+    for part in parts:
+        index = next((i for i, a in enumerate(distinct) if a is part.a_RI), len(distinct))
+        if index == len(distinct):
+            distinct.append(part.a_RI)
+        ranks = slice(part.rank_start, part.rank_start + part.b_OR.shape[1])
+        assert part.b_OR.shape[0] == part.stop - part.start and ranks.stop <= part.a_RI.shape[0], "adapter shapes"
+        placements.append(Placement(slice(part.start, part.stop), ranks, index, part.scale))
+    return tuple(placements), distinct, [part.b_OR for part in parts]

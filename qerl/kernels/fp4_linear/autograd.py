@@ -1,0 +1,70 @@
+"""Differentiable product with a frozen packed weight and its adapters.
+
+Keeps for the backward pass: the packed bytes (or the caller's dense copy), the input and the shrunk activations when
+an adapter trains. Never a dense weight of its own. Legend: T tokens, I inputs, O output rows, R adapter ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from qerl.formats import PackedWeight
+from qerl.kernels.fp4_linear.adapter import Placement
+
+
+class Fp4Linear(torch.autograd.Function):
+    """Gradients to x, bias, every A and every B; the base weight is frozen."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_TI: Tensor,
+        bias_O: Tensor | None,
+        weight: PackedWeight,
+        dense_OI: Tensor | None,
+        placements: Sequence[Placement],
+        kernel: ModuleType,
+        *adapters: Tensor,
+    ) -> Tensor:
+        split = len(adapters) - len(placements)
+        a_RI, b_OR = adapters[:split], adapters[split:]
+        y_TO, shrunk = kernel.forward(x_TI, weight, bias_O, placements, a_RI, b_OR, dense_OI)
+        needs = ctx.needs_input_grad[6:]
+        kept_x = x_TI if any(needs[:split]) else None
+        kept_shrunk = shrunk if any(needs[split:]) else ()
+        ctx.save_for_backward(kept_x, *adapters, *kept_shrunk)
+        ctx.weight, ctx.dense_OI, ctx.placements, ctx.kernel, ctx.split = weight, dense_OI, placements, kernel, split
+        ctx.bias_dtype = None if bias_O is None else bias_O.dtype
+        return y_TO
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        grad_TO = grads[0]
+        x_TI, *rest = ctx.saved_tensors
+        count = ctx.split + len(ctx.placements)
+        a_RI, b_OR, shrunk = rest[: ctx.split], rest[ctx.split : count], rest[count:]
+        needs = ctx.needs_input_grad
+
+        grad_b: list[Tensor | None] = []
+        grad_h = [grad_TO.new_zeros(grad_TO.shape[0], a.shape[0]) for a in a_RI]
+        for index, (place, b) in enumerate(zip(ctx.placements, b_OR, strict=True)):
+            scaled_TO = grad_TO[:, place.rows] * place.scale
+            grad_h[place.a_index][:, place.ranks] += scaled_TO @ b
+            wanted = needs[6 + ctx.split + index]
+            grad_b.append(scaled_TO.T @ shrunk[place.a_index][:, place.ranks] if wanted else None)
+        grad_a = [h.T @ x_TI if needs[6 + index] else None for index, h in enumerate(grad_h)]
+
+        grad_x = None
+        if needs[0]:
+            grad_x = ctx.kernel.input_gradient(grad_TO, ctx.weight, ctx.dense_OI)
+            for h, a in zip(grad_h, a_RI, strict=True):
+                grad_x.addmm_(h, a)
+        grad_bias = grad_TO.sum(0).to(ctx.bias_dtype) if needs[1] else None
+        return grad_x, grad_bias, None, None, None, None, *grad_a, *grad_b

@@ -1,0 +1,104 @@
+"""Keyed random numbers: every draw is f(seed, stream name, counter), never the next number of a shared generator.
+
+So a draw does not depend on what was drawn before it, on how many are drawn with it, or on the device: the words are
+equal bit for bit everywhere; normals are computed in float64 and rounded once. A counter is four 32-bit numbers
+(c0, c1, c2, c3); one counter gives a block of four words. Where a function makes a vector, element i comes from the
+block c0 = i // 4, word i % 4.
+
+Streams with different names, or seeds, have unrelated keys.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+
+import torch
+from torch import Tensor
+
+from qerl.kernels.philox import reference
+
+__all__ = ["normal", "permutation", "philox4x32", "stream_key", "uniform", "uniform_at", "words"]
+
+_SHIFT = 1 << 31
+
+
+def philox4x32(counter: Tensor, key: tuple[int, int]) -> Tensor:
+    """Philox-4x32-10.
+
+    Args:
+        counter: int64 [..., 4], each in [0, 2^32).
+        key: two integers in [0, 2^32).
+
+    Returns:
+        int64 [..., 4], the output words as non-negative numbers.
+    """
+    return reference.stack_words(counter.unbind(-1), key)
+
+
+def stream_key(seed: int, stream: str) -> tuple[int, int]:
+    """The 64-bit key of a named stream: a stable hash (BLAKE2b) of the whole seed and the name, as two words."""
+    digest = hashlib.blake2b(f"{seed}:{stream}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
+
+
+def words(
+    seed: int, stream: str, n: int, *, c1: int = 0, c2: int = 0, c3: int = 0, device: torch.device | str = "cpu"
+) -> Tensor:
+    """int64 [n] words in [0, 2^32)."""
+    blocks = torch.arange(-(-n // 4), dtype=torch.int64, device=device)
+    rest = tuple(torch.tensor(_checked(c), dtype=torch.int64, device=device) for c in (c1, c2, c3))
+    return reference.stack_words((blocks, *rest), stream_key(seed, stream)).flatten()[:n]
+
+
+def uniform(
+    seed: int, stream: str, n: int, *, c1: int = 0, c2: int = 0, c3: int = 0, device: torch.device | str = "cpu"
+) -> Tensor:
+    """float32 [n], uniform on the open interval (0, 1): the midpoints of 2^23 equal cells, exact."""
+    return _open_unit(words(seed, stream, n, c1=c1, c2=c2, c3=c3, device=device)).float()
+
+
+def uniform_at(seed: int, stream: str, c0: Tensor | int, c1: Tensor | int, c2: Tensor | int, c3: Tensor | int) -> Tensor:
+    """float32, uniform on (0, 1), one value a counter: the first word of each block.
+
+    Args:
+        c0, c1, c2, c3: int64 tensors in [0, 2^32) that broadcast, or integers.
+
+    Returns:
+        The broadcast shape.
+    """
+    device = next((c.device for c in (c0, c1, c2, c3) if isinstance(c, Tensor)), torch.device("cpu"))
+    counters = tuple(c if isinstance(c, Tensor) else torch.tensor(_checked(c), device=device) for c in (c0, c1, c2, c3))
+    first = reference.philox4x32(*counters, key=stream_key(seed, stream))[0]
+    return _open_unit(first).float()
+
+
+def normal(
+    seed: int, stream: str, n: int, *, c1: int = 0, c2: int = 0, c3: int = 0, device: torch.device | str = "cpu"
+) -> Tensor:
+    """float32 [n], standard normal, by Box and Muller on the word pairs (0, 1) and (2, 3) of each block.
+
+    z_0 = sqrt(-2 ln u_0) cos(2 pi u_1),  z_1 = sqrt(-2 ln u_0) sin(2 pi u_1), in float64, rounded once. |z| < 5.8.
+    """
+    u_P2 = _open_unit(words(seed, stream, n + n % 2, c1=c1, c2=c2, c3=c3, device=device)).view(-1, 2)
+    radius = torch.sqrt(-2.0 * torch.log(u_P2[:, 0]))
+    angle = (2.0 * math.pi) * u_P2[:, 1]
+    pairs = torch.stack((radius * torch.cos(angle), radius * torch.sin(angle)), dim=1)
+    return pairs.flatten()[:n].float()
+
+
+def permutation(seed: int, stream: str, n: int, *, c1: int = 0, c2: int = 0, c3: int = 0) -> Tensor:
+    """int64 [n]: a permutation of 0..n-1, the stable order of n 64-bit numbers (two words each)."""
+    high, low = words(seed, stream, 2 * n, c1=c1, c2=c2, c3=c3).view(-1, 2).unbind(1)
+    # The shift maps unsigned order to the signed order of int64.
+    return torch.argsort(((high - _SHIFT) << 32) | low, stable=True)
+
+
+def _open_unit(word: Tensor) -> Tensor:
+    """float64 ((w >> 9) + 1/2) / 2^23, in (0, 1)."""
+    return ((word >> 9).double() + 0.5) * 2.0**-23
+
+
+def _checked(counter: int) -> int:
+    assert 0 <= counter < 1 << 32, f"counter {counter} does not fit 32 bits"
+    return counter

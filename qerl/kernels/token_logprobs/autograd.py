@@ -1,0 +1,70 @@
+"""Chunked and differentiable: holds one chunk of logits at a time and saves two numbers a token.
+
+Legend: N tokens, D hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+class TokenLogprobs(torch.autograd.Function):
+    """Gradients to hidden, head and bias, from both outputs."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_ND: Tensor,
+        head_VD: Tensor,
+        bias_V: Tensor | None,
+        targets_N: Tensor,
+        temperature: float,
+        chunk: int,
+        kernel: ModuleType,
+    ) -> tuple[Tensor, Tensor]:
+        parts = [
+            kernel.forward(hidden, head_VD, bias_V, targets, temperature)
+            for hidden, targets in zip(hidden_ND.split(chunk), targets_N.split(chunk), strict=True)
+        ]
+        logp_N, entropy_N, lse_N = (torch.cat(column) for column in zip(*parts, strict=True))
+        ctx.save_for_backward(hidden_ND, head_VD, bias_V, targets_N, lse_N, entropy_N)
+        ctx.temperature, ctx.chunk, ctx.kernel = temperature, chunk, kernel
+        ctx.set_materialize_grads(False)
+        return logp_N, entropy_N
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden_ND, head_VD, bias_V, targets_N, lse_N, entropy_N = ctx.saved_tensors
+        needs_hidden, needs_head, needs_bias = ctx.needs_input_grad[:3]
+        wide = lse_N.dtype
+        head_wide = head_VD.to(hidden_ND.dtype).to(wide) if needs_hidden else None
+        grad_hidden = torch.empty_like(hidden_ND) if needs_hidden else None
+        grad_head = torch.zeros(head_VD.shape, dtype=wide, device=head_VD.device) if needs_head else None
+        grad_bias = torch.zeros(bias_V.shape, dtype=wide, device=bias_V.device) if needs_bias else None
+        for start in range(0, hidden_ND.shape[0], ctx.chunk):
+            part = slice(start, start + ctx.chunk)
+            upstream = (None if grad is None else grad[part] for grad in grads)
+            grad_NV = ctx.kernel.logits_gradient(
+                hidden_ND[part], head_VD, bias_V, targets_N[part], ctx.temperature, lse_N[part], entropy_N[part], *upstream
+            )
+            if grad_hidden is not None:
+                grad_hidden[part] = grad_NV @ head_wide
+            if grad_head is not None:
+                grad_head.addmm_(grad_NV.T, hidden_ND[part].to(wide))
+            if grad_bias is not None:
+                grad_bias += grad_NV.sum(0)
+        return (
+            grad_hidden,
+            None if grad_head is None else grad_head.to(head_VD.dtype),
+            None if grad_bias is None else grad_bias.to(bias_V.dtype),
+            None,
+            None,
+            None,
+            None,
+        )
