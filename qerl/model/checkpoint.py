@@ -1,0 +1,312 @@
+"""From a Hugging Face folder to a decoder. With ``adapter_files``, the only code that knows foreign tensor names.
+
+Weights are read, stacked and quantized one group at a time, so a model that is to be held in 4 bits is never dense as a
+whole. Every name and shape is compared with the headers before the first byte of data is read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable
+from importlib import resources
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from qerl.config.schema import LoraConfig, QuantConfig
+from qerl.errors import CheckpointError, ConfigError, nearest
+from qerl.formats import PackedWeight, dequantize, get_format
+from qerl.formats.nvfp4 import BLOCK, Nvfp4Format
+from qerl.model.adapter_files import adapter_lora_config, load_adapter, save_adapter
+from qerl.model.decoder import Decoder, DecoderLayer
+from qerl.model.linear import GroupedLinear
+from qerl.model.lora import LoraGroup
+from qerl.model.spec import GroupShape, ModelSpec
+from qerl.model.storage import group_formats
+from qerl.model.tensor_folder import TensorFolder
+
+__all__ = [
+    "adapter_hash",
+    "adapter_lora_config",
+    "base_hash",
+    "load_adapter",
+    "load_model",
+    "norm_hash",
+    "resolve_model_path",
+    "save_adapter",
+]
+
+DEMO_MODEL = "demo"
+PACKED_SUFFIXES = ("weight_packed", "weight_scale", "weight_global_scale")
+
+
+def load_model(
+    path: str | Path,
+    *,
+    quant: QuantConfig,
+    lora: LoraConfig | None,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+    keep_reference_norms: bool = False,
+) -> Decoder:
+    """Load a checkpoint folder as a decoder with a frozen base and fresh adapters.
+
+    Args:
+        path: a folder (see ``resolve_model_path`` for names).
+        quant: formats of the linear layers. A folder that is quantized already keeps its own.
+        lora: adapters and whether the layer norms learn; None for neither.
+        dtype: compute type (float32 or bfloat16). Norm scales and adapters are float32 in either case.
+        device: where everything goes.
+        seed: root of the adapter initialization.
+        keep_reference_norms: keep a copy of the layer norms for the reference policy.
+
+    Raises:
+        CheckpointError: the folder cannot be read or its model is not supported.
+        ConfigError: formats or targets that do not fit the model.
+        FormatError: a tensor holds NaN or infinity.
+    """
+    folder, device = Path(path), torch.device(device)
+    spec = ModelSpec.from_folder(folder)
+    if lora is not None:
+        _check_targets(spec, lora)
+    source = TensorFolder(folder)
+    formats = group_formats(spec, quant, _packed_parts(source))
+    source.check(_expected_tensors(spec, formats), _ignored_tensors(spec))
+    loader = _Loader(spec, source, quant, lora, formats, dtype=dtype, device=device, seed=seed)
+    return Decoder(
+        spec,
+        embed_tokens=loader.dense("model.embed_tokens.weight"),
+        layers=[loader.layer(index) for index in range(spec.num_layers)],
+        final_norm=loader.norm("model.norm.weight"),
+        lm_head=None if spec.tie_embeddings else loader.dense("lm_head.weight"),
+        keep_reference_norms=keep_reference_norms,
+    )
+
+
+class _Loader:
+    """Builds the modules of one model from its tensors."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        source: TensorFolder,
+        quant: QuantConfig,
+        lora: LoraConfig | None,
+        formats: dict[str, str],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        seed: int,
+    ):
+        self.spec = spec
+        self.source = source
+        self.quant = quant
+        self.lora = lora
+        self.formats = formats
+        self.dtype = dtype
+        self.device = device
+        self.seed = seed
+        self.keep_dense = quant.dense_cache == "on" or (quant.dense_cache == "auto" and device.type == "cpu")
+
+    def dense(self, name: str) -> Tensor:
+        return self.source.read(name, self.device).to(self.dtype)
+
+    def norm(self, name: str) -> Tensor:
+        return self.source.read(name, self.device).to(torch.float32, copy=True)
+
+    def layer(self, index: int) -> DecoderLayer:
+        prefix = f"model.layers.{index}"
+        head_norms = {}
+        if self.spec.qk_norm:
+            head_norms = {key: self.norm(f"{prefix}.self_attn.{key}.weight") for key in ("q_norm", "k_norm")}
+        return DecoderLayer(
+            index,
+            self.spec,
+            attn_norm=self.norm(f"{prefix}.input_layernorm.weight"),
+            mlp_norm=self.norm(f"{prefix}.post_attention_layernorm.weight"),
+            train_norms=self.lora is not None and self.lora.train_norms,
+            **{shape.attribute: self.group(index, shape) for shape in self.spec.groups()},
+            **head_norms,
+        )
+
+    def group(self, index: int, shape: GroupShape) -> GroupedLinear:
+        names = shape.part_names(index)
+        weight = self.packed_weight(shape, names, self.formats[shape.group_name(index)])
+        bias_O = torch.cat([self.dense(f"model.{name}.bias") for name in names]) if shape.bias else None
+        return GroupedLinear(
+            shape.group_name(index),
+            shape.parts,
+            shape.sizes,
+            weight,
+            bias_O=bias_O,
+            lora=self.adapters(shape, names),
+            dense_OI=self.dense_copy(weight),
+        )
+
+    def packed_weight(self, shape: GroupShape, names: tuple[str, ...], format_name: str) -> PackedWeight:
+        """The stacked rows of a group: packed as the folder has them, or quantized here with one scale."""
+        if format_name == "nvfp4" and self.spec.packed_layout is not None:
+            return get_format("nvfp4").join([self.stored_nvfp4(name, shape.in_features) for name in names])
+        dense_OI = torch.cat([self.source.read(f"model.{name}.weight", self.device) for name in names])
+        if format_name == "bf16":
+            dense_OI = dense_OI.to(self.dtype)
+        return get_format(format_name).quantize(
+            dense_OI, rounding=self.quant.rounding, segments=shape.sizes, name=" + ".join(names)
+        )
+
+    def stored_nvfp4(self, name: str, in_features: int) -> PackedWeight:
+        nvfp4 = get_format("nvfp4")
+        assert isinstance(nvfp4, Nvfp4Format)
+        parts = [self.source.read(f"model.{name}.{suffix}", self.device) for suffix in PACKED_SUFFIXES]
+        return nvfp4.from_parts(*parts, d_in=in_features, name=name)
+
+    def dense_copy(self, weight: PackedWeight) -> Tensor | None:
+        # An unquantized weight in compute type is its own dense copy, at no cost.
+        if weight.format == "bf16":
+            return weight.tensors["weight"]
+        return dequantize(weight, self.dtype) if self.keep_dense else None
+
+    def adapters(self, shape: GroupShape, names: tuple[str, ...]) -> LoraGroup | None:
+        if self.lora is None:
+            return None
+        stops = [sum(shape.sizes[: i + 1]) for i in range(len(names))]
+        chosen = [
+            (name, (stop - size, stop))
+            for name, part, size, stop in zip(names, shape.parts, shape.sizes, stops, strict=True)
+            if part in self.lora.targets
+        ]
+        if not chosen:
+            return None
+        return LoraGroup(
+            [name for name, _ in chosen],
+            [rows for _, rows in chosen],
+            shape.in_features,
+            rank=self.lora.rank,
+            alpha=self.lora.alpha,
+            seed=self.seed,
+            device=self.device,
+        )
+
+
+def _check_targets(spec: ModelSpec, lora: LoraConfig) -> None:
+    known = [part for shape in spec.groups() for part in shape.parts]
+    unknown = [target for target in lora.targets if target not in known]
+    if unknown or not lora.targets:
+        raise ConfigError(
+            "lora.targets matches nothing in the model",
+            got=", ".join(unknown) or "an empty list",
+            expected=f"names among {', '.join(known)}",
+        )
+
+
+def _packed_parts(source: TensorFolder) -> frozenset[str]:
+    """Projections that the folder holds packed, by the names that users know."""
+    ending = f".{PACKED_SUFFIXES[0]}"
+    return frozenset(name.removeprefix("model.").removesuffix(ending) for name in source if name.endswith(ending))
+
+
+def _expected_tensors(spec: ModelSpec, formats: dict[str, str]) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor that the folder must hold."""
+    hidden = spec.hidden_size
+    expected: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (spec.vocab_size, hidden),
+        "model.norm.weight": (hidden,),
+    }
+    if not spec.tie_embeddings:
+        expected["lm_head.weight"] = (spec.vocab_size, hidden)
+    for layer in range(spec.num_layers):
+        prefix = f"model.layers.{layer}"
+        expected[f"{prefix}.input_layernorm.weight"] = (hidden,)
+        expected[f"{prefix}.post_attention_layernorm.weight"] = (hidden,)
+        if spec.qk_norm:
+            expected[f"{prefix}.self_attn.q_norm.weight"] = (spec.head_dim,)
+            expected[f"{prefix}.self_attn.k_norm.weight"] = (spec.head_dim,)
+        for shape in spec.groups():
+            stored_packed = spec.packed_layout is not None and formats[shape.group_name(layer)] == "nvfp4"
+            for name, rows in zip(shape.part_names(layer), shape.sizes, strict=True):
+                expected |= _expected_linear(f"model.{name}", rows, shape, stored_packed)
+    return expected
+
+
+def _expected_linear(name: str, rows: int, shape: GroupShape, stored_packed: bool) -> dict[str, tuple[int, ...]]:
+    columns = shape.in_features
+    bias: dict[str, tuple[int, ...]] = {f"{name}.bias": (rows,)} if shape.bias else {}
+    if not stored_packed:
+        return {f"{name}.weight": (rows, columns), **bias}
+    shapes: tuple[tuple[int, ...], ...] = ((rows, columns // 2), (rows, columns // BLOCK), (1,))
+    return {**{f"{name}.{suffix}": s for suffix, s in zip(PACKED_SUFFIXES, shapes, strict=True)}, **bias}
+
+
+def _ignored_tensors(spec: ModelSpec) -> frozenset[str]:
+    """Tensors that some writers add and no decoder needs: rotation tables, and the head of a tied model."""
+    tables = {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq" for layer in range(spec.num_layers)}
+    return frozenset(tables | ({"lm_head.weight"} if spec.tie_embeddings else set()))
+
+
+def resolve_model_path(name: str) -> Path:
+    """The folder that a user's model setting means.
+
+    ``demo`` is the packaged tiny model; otherwise an existing folder, or a NAME under ``$QERL_MODELS``.
+
+    Raises:
+        CheckpointError: there is no such folder; names the nearest one.
+    """
+    if name == DEMO_MODEL:
+        return Path(str(resources.files("qerl") / "assets" / "demo_model"))
+    if Path(name).expanduser().is_dir():
+        return Path(name).expanduser()
+    root = os.environ.get("QERL_MODELS")
+    names = (
+        sorted(entry.name for entry in Path(root).iterdir() if entry.is_dir()) if root and Path(root).is_dir() else []
+    )
+    if root and (Path(root) / name).is_dir():
+        return Path(root) / name
+    close = nearest(Path(name).name, [*names, DEMO_MODEL])
+    remedy = f"Did you mean {close}?" if close else None
+    if remedy is None and root is None:
+        remedy = "Set QERL_MODELS to the folder that holds your models to use their names."
+    raise CheckpointError(
+        "the model cannot be found",
+        got=name,
+        expected=f"a folder, `{DEMO_MODEL}`, or a name under $QERL_MODELS"
+        + (f" ({', '.join(names[:8])})" if names else " (not set or empty)"),
+        remedy=remedy,
+    )
+
+
+def adapter_hash(model: Decoder) -> str:
+    """Hash of the adapter matrices and their scale: 16 hex digits of SHA-256."""
+    tensors = []
+    for linear in model.grouped_linears():
+        if linear.lora is not None:
+            scale = torch.tensor(linear.lora.scale, dtype=torch.float64)
+            for name, (a_RI, b_OR) in linear.lora.matrices().items():
+                tensors += [(f"{name}.scale", scale), (f"{name}.a", a_RI), (f"{name}.b", b_OR)]
+    return _hash(tensors)
+
+
+def norm_hash(model: Decoder) -> str:
+    """Hash of all clean norm scales: 16 hex digits of SHA-256."""
+    return _hash((name, tensor) for name, tensor in model.named_parameters() if name.endswith("_norm"))
+
+
+def base_hash(model: Decoder) -> str:
+    """Hash of the frozen base as stored: packed weights, biases, embedding and head. 16 hex digits of SHA-256."""
+    tensors = [("embed_tokens", model.embed_tokens), ("lm_head", model.head_weight)]
+    for linear in model.grouped_linears():
+        tensors += [(f"{linear.name}.{key}", tensor) for key, tensor in sorted(linear.weight.tensors.items())]
+        if linear.bias_O is not None:
+            tensors.append((f"{linear.name}.bias", linear.bias_O))
+    return _hash(tensors)
+
+
+def _hash(tensors: Iterable[tuple[str, Tensor]]) -> str:
+    digest = hashlib.sha256()
+    for name, tensor in tensors:
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+        data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        digest.update(memoryview(data.numpy()))
+    return digest.hexdigest()[:16]

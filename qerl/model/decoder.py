@@ -1,0 +1,244 @@
+"""The decoder: one definition for training and generation, over a flat run of tokens.
+
+Shape legend: T tokens of all sequences, N selected positions, D hidden size, V vocabulary, H query heads, K key/value
+heads, d head dimension, P positions of the rotation table.
+
+Which tokens see which is the context's business (``qerl.model.attention``); noise and adapters are arguments of a
+call. Nothing about a call is stored on the model, so a call cannot leave the model in another state.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from qerl.kernels.rms_norm import rms_norm
+from qerl.kernels.token_logprobs import head_logits
+from qerl.model.aqn import Noise
+from qerl.model.attention import AttentionContext
+from qerl.model.linear import GroupedLinear
+from qerl.model.spec import ModelSpec, RopeSpec
+
+LAYER_NORMS = ("attn_norm", "mlp_norm")
+"""The two norms of a layer that may be trained, as attribute names and as noise sites."""
+
+
+class DecoderLayer(nn.Module):
+    """Pre-norm transformer layer: attention, then the gated MLP. Norm scales are float32 [D] (q/k norms [d])."""
+
+    def __init__(
+        self,
+        index: int,
+        spec: ModelSpec,
+        *,
+        attn_norm: Tensor,
+        qkv: GroupedLinear,
+        o: GroupedLinear,
+        mlp_norm: Tensor,
+        gate_up: GroupedLinear,
+        down: GroupedLinear,
+        q_norm: Tensor | None = None,
+        k_norm: Tensor | None = None,
+        train_norms: bool = False,
+    ):
+        super().__init__()
+        self.index = index
+        self.spec = spec
+        self.attn_norm = nn.Parameter(attn_norm, requires_grad=train_norms)
+        self.qkv = qkv
+        self.o = o
+        self.mlp_norm = nn.Parameter(mlp_norm, requires_grad=train_norms)
+        self.gate_up = gate_up
+        self.down = down
+        self.q_norm = None if q_norm is None else nn.Parameter(q_norm, requires_grad=False)
+        self.k_norm = None if k_norm is None else nn.Parameter(k_norm, requires_grad=False)
+        self.reference_norms: dict[str, Tensor] = {}
+
+    def forward(
+        self,
+        x_TD: Tensor,
+        rotation: tuple[Tensor, Tensor],
+        context: AttentionContext,
+        noise: Noise | None,
+        adapters: bool,
+        reference: bool,
+    ) -> Tensor:
+        x_TD = x_TD + self._attention(self._norm("attn_norm", x_TD, noise, reference), rotation, context, adapters)
+        gate_TF, up_TF = self.gate_up(self._norm("mlp_norm", x_TD, noise, reference), adapters)
+        return x_TD + self.down.stacked(F.silu(gate_TF) * up_TF, adapters)
+
+    def _norm(self, site: str, x_TD: Tensor, noise: Noise | None, reference: bool) -> Tensor:
+        weight_D = self.reference_norms[site] if reference else getattr(self, site)
+        return rms_norm(x_TD, weight_D, self.spec.rms_eps, None if noise is None else noise.z(self.index, site))
+
+    def _attention(
+        self, h_TD: Tensor, rotation: tuple[Tensor, Tensor], context: AttentionContext, adapters: bool
+    ) -> Tensor:
+        spec = self.spec
+        tokens, rotated_heads = h_TD.shape[0], spec.num_heads + spec.num_kv_heads
+        qk_TX, v_TX = self.qkv.stacked(h_TD, adapters).split((spec.q_size + spec.kv_size, spec.kv_size), dim=-1)
+        qk_TNd = qk_TX.reshape(tokens, rotated_heads, spec.head_dim)
+        if self.q_norm is not None and self.k_norm is not None:
+            q_THd, k_TKd = qk_TNd.split((spec.num_heads, spec.num_kv_heads), dim=1)
+            q_THd = rms_norm(q_THd, self.q_norm, spec.rms_eps)
+            k_TKd = rms_norm(k_TKd, self.k_norm, spec.rms_eps)
+            qk_TNd = torch.cat((q_THd, k_TKd), dim=1)
+        q_THd, k_TKd = rotate(qk_TNd, rotation).split((spec.num_heads, spec.num_kv_heads), dim=1)
+        v_TKd = v_TX.reshape(tokens, spec.num_kv_heads, spec.head_dim)
+        o_THd = context.attend(self.index, q_THd, k_TKd, v_TKd)
+        return self.o.stacked(o_THd.reshape(tokens, spec.q_size), adapters)
+
+
+class Decoder(nn.Module):
+    """A decoder-only language model with a frozen base.
+
+    Built by ``qerl.model.checkpoint.load_model`` on its device and in its compute type, where it stays.
+
+    Attributes:
+        spec: shapes and switches.
+        embed_tokens: [V, D] in compute type, frozen.
+        layers: ``DecoderLayer`` modules.
+        final_norm: float32 [D], frozen.
+        head_weight: [V, D] in compute type, frozen; the embedding itself when tied.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        *,
+        embed_tokens: Tensor,
+        layers: Sequence[DecoderLayer],
+        final_norm: Tensor,
+        lm_head: Tensor | None = None,
+        keep_reference_norms: bool = False,
+    ):
+        super().__init__()
+        assert (lm_head is None) == spec.tie_embeddings
+        self.spec = spec
+        self.embed_tokens = nn.Parameter(embed_tokens, requires_grad=False)
+        self.layers = nn.ModuleList(layers)
+        self.final_norm = nn.Parameter(final_norm, requires_grad=False)
+        self.lm_head = None if lm_head is None else nn.Parameter(lm_head, requires_grad=False)
+        cos_Pd, sin_Pd = rotation_table(spec.rope, spec.head_dim, spec.max_positions, device=embed_tokens.device)
+        self.register_buffer("rope_cos", cos_Pd, persistent=False)
+        self.register_buffer("rope_sin", sin_Pd, persistent=False)
+        if keep_reference_norms:
+            for layer in layers:
+                layer.reference_norms = {site: getattr(layer, site).detach().clone() for site in LAYER_NORMS}
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Decoder:
+        raise AssertionError("a Decoder stays on its device and in its type: pass device and dtype to load_model")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Compute type."""
+        return self.embed_tokens.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Device of all weights."""
+        return self.embed_tokens.device
+
+    @property
+    def head_weight(self) -> Tensor:
+        """LM head [V, D] in compute type."""
+        return self.embed_tokens if self.lm_head is None else self.lm_head
+
+    def forward(
+        self,
+        tokens_T: Tensor,
+        context: AttentionContext,
+        *,
+        noise: Noise | None = None,
+        adapters: bool = True,
+        reference: bool = False,
+        checkpointing: bool = False,
+    ) -> Tensor:
+        """Hidden states after the final norm, [T, D] in compute type.
+
+        Args:
+            tokens_T: int64 [T].
+            context: positions of the tokens and how they attend.
+            noise: z to add to the norm scales.
+            adapters: False leaves the adapters out.
+            reference: use the layer norms that the model was loaded with (needs ``keep_reference_norms``). With
+                ``adapters=False`` and no noise this is the reference policy.
+            checkpointing: keep only layer inputs for the backward pass and compute each layer again there.
+        """
+        x_TD = F.embedding(tokens_T, self.embed_tokens)
+        rotation = self._rotation(context.positions_T)
+        recompute = checkpointing and torch.is_grad_enabled()
+        for layer in self.layers:
+            call: tuple[Any, ...] = (x_TD, rotation, context, noise, adapters, reference)
+            if recompute:
+                x_TD = checkpoint(layer, *call, use_reentrant=False, preserve_rng_state=False)
+            else:
+                x_TD = layer(*call)
+        z_D = None if noise is None else noise.z(self.spec.num_layers, "final_norm")
+        return rms_norm(x_TD, self.final_norm, self.spec.rms_eps, z_D)
+
+    def logits(self, hidden_ND: Tensor) -> Tensor:
+        """float32 logits [N, V] of hidden states [N, D]."""
+        return head_logits(hidden_ND, self.head_weight)
+
+    def norm_weight(self, layer: int, site: str) -> Tensor:
+        """Clean scale of one norm, float32 [D]; the final norm is layer ``spec.num_layers``."""
+        return self.final_norm if site == "final_norm" else getattr(self.layers[layer], site)
+
+    def grouped_linears(self) -> Iterator[GroupedLinear]:
+        """All linear layers, in the order in which they run."""
+        for layer in self.layers:
+            yield from (layer.qkv, layer.o, layer.gate_up, layer.down)
+
+    def trainable_parameters(self) -> dict[str, nn.Parameter]:
+        """Name -> parameter of everything that learns: adapter matrices and, if trained, the layer norms."""
+        return {name: parameter for name, parameter in self.named_parameters() if parameter.requires_grad}
+
+    def _rotation(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
+        """Table rows of the given positions, shaped to apply to [T, heads, d]."""
+        return (
+            self.rope_cos.index_select(0, positions_T).unsqueeze(1),
+            self.rope_sin.index_select(0, positions_T).unsqueeze(1),
+        )
+
+
+def rotate(x_TNd: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotary embedding of [T, heads, d]: pairs (j, j + d/2) turn by position * frequency j. Computed in float32.
+
+    With the sines of the first half negated in the table, x * cos + swap_halves(x) * sin is the whole rotation.
+    """
+    cos_T1d, sin_T1d = rotation
+    x = x_TNd.float()
+    return torch.addcmul(x * cos_T1d, x.roll(x.shape[-1] // 2, -1), sin_T1d).to(x_TNd.dtype)
+
+
+def rotation_table(rope: RopeSpec, head_dim: int, positions: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of every position, float32 [P, d] each; sines of the first half carry a minus sign.
+
+    A table, and not cosines taken at run time, because vectorized cosines of one angle may differ by place in a batch.
+    """
+    angle_Ph = torch.arange(positions, dtype=torch.float32, device=device)[:, None] * inverse_frequencies(
+        rope, head_dim, device
+    )
+    cos_Ph, sin_Ph = angle_Ph.cos(), angle_Ph.sin()
+    return torch.cat((cos_Ph, cos_Ph), dim=-1), torch.cat((-sin_Ph, sin_Ph), dim=-1)
+
+
+def inverse_frequencies(rope: RopeSpec, head_dim: int, device: torch.device | str = "cpu") -> Tensor:
+    """Angle per position of each pair, float32 [d / 2]: theta^(-2j/d), stretched as ``rope.kind`` says."""
+    exponents_h = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
+    frequency_h = 1.0 / rope.theta**exponents_h
+    if rope.kind == "default":
+        return frequency_h
+    slow_h = frequency_h / rope.factor
+    if rope.kind == "linear":
+        return slow_h
+    turns_h = rope.original_max_positions * frequency_h / (2 * math.pi)
+    keep_h = ((turns_h - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0.0, 1.0)
+    return keep_h * frequency_h + (1 - keep_h) * slow_h

@@ -1,0 +1,69 @@
+"""One frozen, possibly 4-bit linear layer for a group of projections that read the same input, with its adapters.
+
+Shape legend: T tokens, I input width, O output rows of all members.
+
+Members: q/k/v, gate/up, and o and down alone. Their rows are stacked in one packed weight, so a group is one product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from qerl.formats import PackedWeight
+from qerl.kernels.fp4_linear import fp4_linear
+from qerl.model.lora import LoraGroup
+
+
+class GroupedLinear(nn.Module):
+    """y = W_hat x + bias, plus (alpha / r) B A x on the targeted members.
+
+    Args:
+        name: name for messages and reports, e.g. ``layers.0.self_attn.qkv_proj``.
+        parts: names of the members in row order, e.g. ``("q_proj", "k_proj", "v_proj")``.
+        sizes: rows of each member.
+        weight: the stacked rows; frozen.
+        bias_O: stacked bias in compute type; frozen.
+        lora: adapters of the targeted members.
+        dense_OI: dequantized copy of ``weight`` in compute type that the product reads instead, where memory allows.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        parts: Sequence[str],
+        sizes: Sequence[int],
+        weight: PackedWeight,
+        *,
+        bias_O: Tensor | None = None,
+        lora: LoraGroup | None = None,
+        dense_OI: Tensor | None = None,
+    ):
+        super().__init__()
+        assert sum(sizes) == weight.shape[0], (name, sizes, weight.shape)
+        self.name = name
+        self.parts = tuple(parts)
+        self.sizes = tuple(sizes)
+        self.weight = weight
+        self.bias_O = bias_O
+        self.lora = lora
+        self.dense_OI = dense_OI
+
+    def stacked(self, x_TI: Tensor, adapters: bool = True) -> Tensor:
+        """Outputs of all members side by side, [T, O] in the type of ``x_TI``."""
+        parts = self.lora.adapter_parts(x_TI.dtype) if adapters and self.lora is not None else ()
+        return fp4_linear(x_TI, self.weight, self.bias_O, parts, self.dense_OI)
+
+    def forward(self, x_TI: Tensor, adapters: bool = True) -> tuple[Tensor, ...]:
+        """Output of each member, [T, rows] a member, in the type of ``x_TI``."""
+        return self.stacked(x_TI, adapters).split(self.sizes, dim=-1)
+
+    def rows_of(self, part: str) -> tuple[int, int]:
+        """First row of a member, and the row after its last."""
+        index = self.parts.index(part)
+        start = sum(self.sizes[:index])
+        return start, start + self.sizes[index]
+
+    def extra_repr(self) -> str:
+        return f"{self.name}, {self.weight.format}, {dict(zip(self.parts, self.sizes, strict=True))}"

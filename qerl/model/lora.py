@@ -1,0 +1,92 @@
+"""Low-rank adapters of one fused group of projections: y_i += (alpha / r) * B_i (A_i x).
+
+Shape legend: I input width, O output rows, R rank, N targeted projections of the group.
+
+Master weights are float32 and are cast to the compute type in the forward pass; gradients and optimizer state are
+float32. B starts at zero, so a fresh adapter changes nothing. The A of a group are one stacked parameter: its members
+read the same input, so one product shrinks for all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from qerl.kernels import philox
+from qerl.kernels.fp4_linear import AdapterPart
+
+INIT_STREAM = "lora_init"
+
+
+class LoraGroup(nn.Module):
+    """Adapters of the targeted members of one group.
+
+    Args:
+        names: full names of the targeted projections, e.g. ``layers.0.self_attn.q_proj``.
+        rows: output rows (start, stop) of each in the stacked group.
+        in_features: I.
+        rank, alpha: R and the scale numerator.
+        seed: root of the initialization, which is keyed by name and so does not depend on order.
+
+    Attributes:
+        lora_a: float32 [N * R, I], member i in rows i*R .. (i+1)*R.
+        lora_b: N float32 parameters [O_i, R].
+        scale: alpha / rank.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        rows: Sequence[tuple[int, int]],
+        in_features: int,
+        *,
+        rank: int,
+        alpha: float,
+        seed: int,
+        device: torch.device | str = "cpu",
+    ):
+        super().__init__()
+        self.names = tuple(names)
+        self.rows = tuple(rows)
+        self.rank = rank
+        self.scale = alpha / rank
+        self.lora_a = nn.Parameter(
+            torch.cat([initial_a(name, rank, in_features, seed=seed, device=device) for name in self.names])
+        )
+        self.lora_b = nn.ParameterList(
+            nn.Parameter(torch.zeros(stop - start, rank, device=device)) for start, stop in self.rows
+        )
+
+    def adapter_parts(self, dtype: torch.dtype) -> tuple[AdapterPart, ...]:
+        """The adapters in compute type ``dtype``, one part a targeted projection; all share one stacked A."""
+        a_RI = _cast(self.lora_a, dtype)
+        return tuple(
+            AdapterPart(
+                start=start,
+                stop=stop,
+                a_RI=a_RI,
+                b_OR=_cast(b_OR, dtype),
+                scale=self.scale,
+                rank_start=index * self.rank,
+            )
+            for index, ((start, stop), b_OR) in enumerate(zip(self.rows, self.lora_b, strict=True))
+        )
+
+    def matrices(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """Projection name -> (A [R, I], B [O, R]), views of the parameters."""
+        return {
+            name: (a_RI, b_OR)
+            for name, a_RI, b_OR in zip(self.names, self.lora_a.split(self.rank), self.lora_b, strict=True)
+        }
+
+
+def initial_a(name: str, rank: int, in_features: int, *, seed: int, device: torch.device | str = "cpu") -> Tensor:
+    """A of one projection at the start: U(-1/sqrt(I), 1/sqrt(I)), which is PEFT's Kaiming rule. float32 [R, I]."""
+    unit = philox.uniform(seed, f"{INIT_STREAM}/{name}", rank * in_features, device=device)
+    return ((2.0 * unit - 1.0) * in_features**-0.5).view(rank, in_features)
+
+
+def _cast(parameter: Tensor, dtype: torch.dtype) -> Tensor:
+    return parameter if parameter.dtype == dtype else parameter.to(dtype)
