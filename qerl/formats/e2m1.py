@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from functools import cache
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ def _boundaries(device: torch.device) -> Tensor:
     The boundaries are the midpoints; where the tie goes up to the even code, the boundary is one float below.
     """
     bounds = []
-    for code, (low, high) in enumerate(zip(MAGNITUDES, MAGNITUDES[1:], strict=False)):
+    for code, (low, high) in enumerate(pairwise(MAGNITUDES)):
         middle = torch.tensor((low + high) / 2)
         tie_goes_up = code % 2 == 1
         bounds.append(torch.nextafter(middle, torch.tensor(-math.inf)) if tie_goes_up else middle)

@@ -69,7 +69,9 @@ class Nvfp4Format(WeightFormat):
         amax = own if amax is None else amax.to(weight.device)
         if own > amax:
             raise FormatError(
-                f"tensor '{name}' is larger than the group it belongs to", got=float(own), expected=f"at most {float(amax)}"
+                f"tensor '{name}' is larger than the group it belongs to",
+                got=float(own),
+                expected=f"at most {float(amax)}",
             )
         d_out, d_in = weight.shape
         blocks = -(-d_in // BLOCK)
@@ -80,7 +82,11 @@ class Nvfp4Format(WeightFormat):
             w = torch.nn.functional.pad(weight[part].float(), (0, blocks * BLOCK - d_in))
             scales[part], codes = encode(w.view(-1, blocks, BLOCK), amax)
             packed[part] = e2m1.pack(codes.view(-1, blocks * BLOCK))
-        tensors = {"packed": packed, "block_scales": scales, "global_scale": global_scale(amax, rounding).repeat(len(rows))}
+        tensors = {
+            "packed": packed,
+            "block_scales": scales,
+            "global_scale": global_scale(amax, rounding).repeat(len(rows)),
+        }
         return PackedWeight(format=self.name, shape=(d_out, d_in), tensors=tensors, segments=rows)
 
     def dequantize(self, packed: PackedWeight, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -98,7 +104,13 @@ class Nvfp4Format(WeightFormat):
         return d_out * blocks * (BLOCK // 2 + 1) + 4 * segments
 
     def from_parts(
-        self, packed: Tensor, block_scales: Tensor, global_scale: Tensor, *, d_in: int | None = None, name: str = "weight"
+        self,
+        packed: Tensor,
+        block_scales: Tensor,
+        global_scale: Tensor,
+        *,
+        d_in: int | None = None,
+        name: str = "weight",
     ) -> PackedWeight:
         """Wrap tensors that were quantized elsewhere (one projection), bytes untouched.
 
@@ -122,7 +134,9 @@ class Nvfp4Format(WeightFormat):
             and (d_in is None or half * 2 - BLOCK < d_in <= half * 2)
         )
         if not fits or d_out == 0:
-            got = [f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for t in (packed, block_scales, global_scale)]
+            got = [
+                f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for t in (packed, block_scales, global_scale)
+            ]
             raise FormatError(
                 f"the stored parts of '{name}' do not fit the NVFP4 layout",
                 got=", ".join(got) + ("" if d_in is None else f" for {d_in} inputs"),

@@ -42,7 +42,7 @@ def cached_attention(
         q_BHd: queries.
         k_cache_BLKd, v_cache_BLKd: caches, the query's own key and value already written. Entries at or beyond a
             slot's length have no influence but must be finite.
-        lengths_B: int64 [B], from 1 to L.
+        lengths_B: int64 [B], from 0 to L, at least one of them above 0; a slot of length 0 gives zeros.
         scale: factor of the scores.
         kernel: implementation by name.
 

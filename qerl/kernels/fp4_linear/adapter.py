@@ -49,6 +49,7 @@ def flatten(parts: Sequence[AdapterPart]) -> tuple[tuple[Placement, ...], list[T
         if index == len(distinct):
             distinct.append(part.a_RI)
         ranks = slice(part.rank_start, part.rank_start + part.b_OR.shape[1])
-        assert part.b_OR.shape[0] == part.stop - part.start and ranks.stop <= part.a_RI.shape[0], "adapter shapes"
+        assert part.b_OR.shape[0] == part.stop - part.start, "rows of B are the part's output rows"
+        assert ranks.stop <= part.a_RI.shape[0], "A holds the part's ranks"
         placements.append(Placement(slice(part.start, part.stop), ranks, index, part.scale))
     return tuple(placements), distinct, [part.b_OR for part in parts]

@@ -58,7 +58,9 @@ def uniform(
     return _open_unit(words(seed, stream, n, c1=c1, c2=c2, c3=c3, device=device)).float()
 
 
-def uniform_at(seed: int, stream: str, c0: Tensor | int, c1: Tensor | int, c2: Tensor | int, c3: Tensor | int) -> Tensor:
+def uniform_at(
+    seed: int, stream: str, c0: Tensor | int, c1: Tensor | int, c2: Tensor | int, c3: Tensor | int
+) -> Tensor:
     """float32, uniform on (0, 1), one value a counter: the first word of each block.
 
     Args:
@@ -68,8 +70,8 @@ def uniform_at(seed: int, stream: str, c0: Tensor | int, c1: Tensor | int, c2: T
         The broadcast shape.
     """
     device = next((c.device for c in (c0, c1, c2, c3) if isinstance(c, Tensor)), torch.device("cpu"))
-    counters = tuple(c if isinstance(c, Tensor) else torch.tensor(_checked(c), device=device) for c in (c0, c1, c2, c3))
-    first = reference.philox4x32(*counters, key=stream_key(seed, stream))[0]
+    counter = tuple(c if isinstance(c, Tensor) else torch.tensor(_checked(c), device=device) for c in (c0, c1, c2, c3))
+    first = reference.philox4x32(counter, stream_key(seed, stream))[0]
     return _open_unit(first).float()
 
 

@@ -21,8 +21,9 @@ def _multiply(a: int, b: Tensor) -> tuple[Tensor, Tensor]:
     return high >> 16, ((high & _LOW16) << 16) | (low & _LOW16)
 
 
-def philox4x32(c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor, key: tuple[int, int]) -> tuple[Tensor, ...]:
-    """Four output words of each block; all counters int64 in [0, 2^32), of one shape or broadcasting."""
+def philox4x32(counter: tuple[Tensor, ...], key: tuple[int, int]) -> tuple[Tensor, ...]:
+    """Four output words of each block; the four counters are int64 in [0, 2^32), of one shape or broadcasting."""
+    c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(ROUNDS):
         high0, low0 = _multiply(MULTIPLIERS[0], c0)
@@ -32,6 +33,6 @@ def philox4x32(c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor, key: tuple[int, i
     return c0, c1, c2, c3
 
 
-def stack_words(counters: tuple[Tensor, ...], key: tuple[int, int]) -> Tensor:
+def stack_words(counter: tuple[Tensor, ...], key: tuple[int, int]) -> Tensor:
     """int64 [..., 4]."""
-    return torch.stack(torch.broadcast_tensors(*philox4x32(*counters, key=key)), dim=-1)
+    return torch.stack(torch.broadcast_tensors(*philox4x32(counter, key)), dim=-1)

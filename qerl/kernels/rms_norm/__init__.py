@@ -10,7 +10,9 @@ from qerl.kernels.rms_norm.autograd import RmsNorm
 __all__ = ["rms_norm"]
 
 
-def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float, noise: Tensor | None = None, *, kernel: str = "auto") -> Tensor:
+def rms_norm(
+    x_TD: Tensor, weight_D: Tensor, eps: float, noise: Tensor | None = None, *, kernel: str = "auto"
+) -> Tensor:
     """Normalize the last dimension and scale it.
 
     Args:

@@ -51,7 +51,14 @@ class TokenLogprobs(torch.autograd.Function):
             part = slice(start, start + ctx.chunk)
             upstream = (None if grad is None else grad[part] for grad in grads)
             grad_NV = ctx.kernel.logits_gradient(
-                hidden_ND[part], head_VD, bias_V, targets_N[part], ctx.temperature, lse_N[part], entropy_N[part], *upstream
+                hidden_ND[part],
+                head_VD,
+                bias_V,
+                targets_N[part],
+                ctx.temperature,
+                lse_N[part],
+                entropy_N[part],
+                *upstream,
             )
             if grad_hidden is not None:
                 grad_hidden[part] = grad_NV @ head_wide
