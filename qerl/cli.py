@@ -1,0 +1,302 @@
+"""The command line: parse, build the configuration, call one function, print what came out.
+
+Every verb takes ``[CONFIG.yaml] [key=value …]`` where it has settings. Whatever a user can get wrong ends in a message on
+stderr and exit code 2, without a traceback. Modules that load torch are imported inside the commands, so that
+``qerl --help`` answers at once.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import click
+import typer
+from rich.console import Console
+from rich.markup import escape
+from typer.core import TyperGroup
+
+from qerl.errors import ConfigError, QerlError
+
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as shells have it."""
+
+
+class _Commands(TyperGroup):
+    """Turns the errors that a user can cause into a message and an exit code."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except QerlError as error:
+            _stderr().print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
+            raise typer.Exit(error.exit_code) from None
+        except KeyboardInterrupt:
+            note = "interrupted"
+            if ctx.invoked_subcommand == "train":
+                note += "; the same command with --resume goes on from the newest checkpoint"
+            _stderr().print(f"[yellow]{note}[/]", soft_wrap=True)
+            raise typer.Exit(INTERRUPTED) from None
+
+
+app = typer.Typer(
+    name="qerl",
+    cls=_Commands,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Reinforcement learning of language models on a frozen 4-bit base.\n\n"
+    "Settings are YAML files and [bold]key=value[/] arguments; docs/config.md lists every key.",
+)
+
+Settings = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[CONFIG.yaml] [key=value …]", help="Configuration file, then settings that override it."),
+]
+Data = Annotated[
+    str | None,
+    typer.Option(
+        "--data",
+        metavar="FILE_OR_NAME",
+        help="JSONL/parquet file, `arithmetic`, a NAME under $QERL_DATA, or hub name; NAME:split.",
+    ),
+]
+Checkpoint = Annotated[
+    int | None, typer.Option(metavar="N", help="Step of the run's checkpoint; the newest if not given.")
+]
+Adapter = Annotated[Path | None, typer.Option(metavar="DIR", help="PEFT adapter to load on a model folder.")]
+Base = Annotated[bool, typer.Option("--base", help="The run's base model, without its adapter.")]
+TargetArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="RUN_OR_MODEL", help="Run folder, model folder, NAME under $QERL_MODELS, `demo`, or CONFIG.yaml."
+    ),
+]
+
+
+@app.command(
+    epilog=r"Examples: qerl train configs/demo.yaml · qerl train configs/demo.yaml optim.lr=1e-4 run.name=low-lr · qerl train configs/demo.yaml --resume"
+)
+def train(
+    settings: Settings = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the newest checkpoint of the run folder.")
+    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved plan and stop.")] = False,
+) -> None:
+    """Train adapters with reinforcement learning; writes a run folder and an HTML report."""
+    config_file, overrides = _split(settings)
+    from qerl.config.load import load_config
+
+    config = load_config(config_file, overrides)
+    if dry_run:
+        from qerl.train.plan import describe
+
+        typer.echo(describe(config))
+        return
+    from qerl.train.run import train as run_training
+
+    run_training(config, resume=resume)
+
+
+@app.command(
+    "eval",
+    epilog="Examples: qerl eval runs/demo · qerl eval runs/demo --base · qerl eval SmolLM2-135M-Instruct --data gsm8k --limit 100",
+)
+def evaluate(
+    target: TargetArgument,
+    settings: Settings = None,
+    data: Data = None,
+    checkpoint: Checkpoint = None,
+    adapter: Adapter = None,
+    base: Base = False,
+    samples: Annotated[
+        int | None, typer.Option(metavar="N", help="Answers per question; above 1 needs a temperature.")
+    ] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
+    limit: Annotated[int | None, typer.Option(metavar="N", help="Only the first N questions.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE.json", help="Also write the result with one row a question.")
+    ] = None,
+) -> None:
+    """Measure accuracy, with a 95 % interval, of a run, a model, or a model with an adapter."""
+    config_file, overrides = _split(settings)
+    flags = {"data.eval": data, "eval.samples": samples, "eval.temperature": temperature, "data.eval_limit": limit}
+    from qerl.train.standalone import evaluate_target, resolve_target
+
+    resolved = resolve_target(
+        target,
+        [*overrides, *_as_settings(flags)],
+        config_file=config_file,
+        checkpoint=checkpoint,
+        adapter=adapter,
+        base=base,
+    )
+    with _stderr().status("evaluating …"):
+        result = evaluate_target(resolved)
+    summary = result.to_dict()
+    _print_facts(
+        {
+            "policy": f"{resolved.description} ({resolved.config.quant.format} base)",
+            "data": f"{resolved.config.data.eval}, {summary['count']} questions",
+            "result": result.headline(),
+        }
+    )
+    if out is not None:
+        _write_json(out, {"target": resolved.description, **summary, "rows": result.rows})
+
+
+@app.command(epilog="Example: qerl rollout runs/demo --data arithmetic:test --n 8 --limit 64 --out samples/demo")
+def rollout(
+    target: TargetArgument,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder to write; must not hold a run.")],
+    settings: Settings = None,
+    data: Data = None,
+    n: Annotated[int, typer.Option("--n", min=1, help="Answers per prompt.")] = 8,
+    checkpoint: Checkpoint = None,
+    adapter: Adapter = None,
+    base: Base = False,
+    temperature: Annotated[float | None, typer.Option(help="Sampling temperature; 0 is greedy.")] = None,
+    limit: Annotated[int | None, typer.Option(metavar="N", min=1, help="Only the first N prompts.")] = None,
+) -> None:
+    """Sample and score answers; writes behavior records (tokens, log-probs, rewards) as parquet."""
+    config_file, overrides = _split(settings)
+    flags = {"data.train": data, "rollout.temperature": temperature}
+    from qerl.train.standalone import resolve_target, sample_target
+
+    resolved = resolve_target(
+        target,
+        [*overrides, *_as_settings(flags)],
+        config_file=config_file,
+        checkpoint=checkpoint,
+        adapter=adapter,
+        base=base,
+    )
+    with _progress_bar() as on_progress:
+        result = sample_target(resolved, samples=n, limit=limit, out=out, on_progress=on_progress)
+    accuracy = "nothing scorable" if result["accuracy"] is None else f"{100 * result['accuracy']:.1f} %"
+    _print_facts(
+        {
+            "policy": f"{resolved.description} ({resolved.config.quant.format} base)",
+            "answers": f"{result['answers']}, accuracy {accuracy}",
+            "speed": f"{result['tokens_per_second']:.0f} tokens/s ({result['generated_tokens']:.0f} tokens in {result['seconds']:.1f} s)",
+            "records": result["path"],
+        }
+    )
+
+
+@app.command(epilog="Example: qerl quantize Qwen2.5-3B-Instruct --out models/Qwen2.5-3B-NVFP4")
+def quantize(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Model folder, NAME under $QERL_MODELS, or `demo`.")],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder to write; must not exist.")],
+    settings: Settings = None,
+    weight_format: Annotated[
+        str | None, typer.Option("--format", help="Weight format; the default is quant.format.")
+    ] = None,
+    method: Annotated[str | None, typer.Option(help="Quantizer; the default is quant.method.")] = None,
+) -> None:
+    """Write a quantized checkpoint in the compressed-tensors layout, shard by shard."""
+    config_file, overrides = _split(settings)
+    from qerl.config.load import load_config
+
+    quant = load_config(
+        config_file, [*overrides, *_as_settings({"quant.format": weight_format, "quant.method": method})]
+    ).quant
+    from qerl.model.checkpoint import resolve_model_path
+    from qerl.quantize import quantize_checkpoint
+
+    quality = quantize_checkpoint(
+        resolve_model_path(model), out, format=quant.format, method=quant.method, rounding=quant.rounding
+    )
+    _print_facts(
+        {"written": out, "format": f"{quant.format}, {quant.method}, {quant.rounding} rounding"}
+        | _quality_facts(quality)
+    )
+
+
+@app.command(epilog="Examples: qerl report runs/demo · qerl report configs/demo.yaml --out demo.html")
+def report(
+    run: Annotated[
+        str, typer.Argument(metavar="RUN", help="Run folder (finished or not), or the CONFIG.yaml of the run.")
+    ],
+    settings: Settings = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE.html", help="Where to write; default RUN/report.html.")
+    ] = None,
+) -> None:
+    """Write one self-contained HTML page about a run."""
+    folder = Path(run)
+    if run.endswith((".yaml", ".yml")):
+        from qerl.config.load import load_config
+
+        config = load_config(run, settings or [])
+        folder = Path(config.run.dir) / config.run.name
+    elif settings:
+        raise ConfigError("a run folder takes no settings", got=" ".join(settings))
+    from qerl.report.html import write_report
+
+    _print_facts({"report": write_report(folder, out)})
+
+
+@app.command()
+def env(as_json: Annotated[bool, typer.Option("--json", help="As JSON, as in a run's env.json.")] = False) -> None:
+    """Print versions, machine and source commit, ready to paste into an issue."""
+    from qerl.env_info import collect_env, env_text
+
+    facts = collect_env()
+    typer.echo(json.dumps(facts, indent=2) if as_json else env_text(facts))
+
+
+def main() -> None:
+    """Entry point of the ``qerl`` command."""
+    app()
+
+
+def _split(settings: Sequence[str] | None) -> tuple[str | None, list[str]]:
+    """The configuration file, if one is named, and the ``key=value`` settings."""
+    files = [item for item in settings or () if "=" not in item]
+    if len(files) > 1:
+        raise ConfigError(
+            "more than one configuration file is named",
+            got=" ".join(files),
+            expected="one file, then key=value settings",
+            remedy="Settings have an equals sign without spaces around it",
+        )
+    return (files[0] if files else None), [item for item in settings or () if "=" in item]
+
+
+def _as_settings(flags: dict[str, Any]) -> list[str]:
+    return [f"{key}={value}" for key, value in flags.items() if value is not None]
+
+
+def _stderr() -> Console:
+    return Console(stderr=True)
+
+
+def _print_facts(facts: dict[str, Any]) -> None:
+    width = max(map(len, facts))
+    for name, value in facts.items():
+        typer.echo(f"{name:<{width}}  {value}")
+
+
+def _write_json(path: Path, value: Any) -> None:
+    from qerl.metrics.run_dir import to_json, whole_file
+
+    with whole_file(path) as temporary:
+        temporary.write_text(json.dumps(to_json(value), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+@contextmanager
+def _progress_bar() -> Iterator[Callable[[int, int, int], None]]:
+    """A bar over answers on stderr; yields the callback that moves it (answers done, answers in all, tokens)."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("answers"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[tokens]} tokens"))
+    with Progress(*columns, TimeRemainingColumn(), console=_stderr()) as bar:
+        task = bar.add_task("answers", total=None, tokens=0)
+        yield lambda done, total, tokens: bar.update(task, completed=done, total=total, tokens=tokens)

@@ -1,0 +1,217 @@
+"""Evaluating and sampling outside a training run: ``qerl eval`` and ``qerl rollout``.
+
+A target is a run folder (its resolved configuration and its newest checkpoint), a configuration file, or a model folder
+or name. A model without a configuration is taken as it is stored: a quantized folder stays packed, any other stays
+unquantized. Noise is off unless ``eval.noise`` says otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from qerl.config.load import dump_config, load_config
+from qerl.config.schema import Config
+from qerl.env_info import collect_env
+from qerl.errors import ConfigError, RunFolderError
+from qerl.eval.evaluate import EvalResult, evaluate
+from qerl.metrics.behavior import behavior_rows
+from qerl.metrics.run_dir import RunDir
+from qerl.model.checkpoint import adapter_hash, adapter_lora_config, base_hash, norm_hash, resolve_model_path
+from qerl.model.spec import ModelSpec
+from qerl.records import Group, PolicyState, Rollout, SamplingSpec
+from qerl.reward.compose import Rewarder
+from qerl.rollout.engine import ProgressCallback
+from qerl.train.resume import read_state
+from qerl.train.run import load_prompts, run_facts
+from qerl.train.session import Session, open_session
+
+SAMPLING_STREAM = "standalone"
+"""Random stream of ``qerl rollout``; training and evaluation have their own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """A policy that can be loaded."""
+
+    config: Config
+    adapter: Path | None
+    updates: int
+    """Optimizer updates behind the adapter, 0 without one or when unknown."""
+    description: str
+
+
+def resolve_target(
+    target: str,
+    settings: Sequence[str] = (),
+    *,
+    config_file: str | None = None,
+    checkpoint: int | None = None,
+    adapter: Path | None = None,
+    base: bool = False,
+) -> Target:
+    """Find out what ``target`` is and how it is to be loaded.
+
+    Args:
+        target: run folder, configuration file, model folder, model name, or ``demo``.
+        settings: ``key=value`` overrides.
+        config_file: configuration for a model target.
+        checkpoint: step of a run's checkpoint; None takes the newest.
+        adapter: PEFT folder to load on a model or configuration target.
+        base: leave a run's adapter out.
+
+    Raises:
+        ConfigError: options that do not go together.
+        RunFolderError: the run has no such checkpoint.
+        CheckpointError: there is no such model.
+    """
+    if RunDir(target).holds_a_run():
+        if config_file is not None or adapter is not None:
+            raise ConfigError(
+                f"{target} is a run folder, which brings its own configuration and adapter",
+                got=config_file or f"--adapter {adapter}",
+                remedy="Give settings as key=value, and a checkpoint as --checkpoint N",
+            )
+        return _run_target(RunDir(target), settings, checkpoint, base)
+    if checkpoint is not None or base:
+        raise ConfigError(
+            "--checkpoint and --base belong to a run folder", got=target, remedy="Use --adapter DIR with a model folder"
+        )
+    if target.endswith((".yaml", ".yml")):
+        config = load_config(target, settings)
+        return _model_target(config, adapter, config.model.path or "")
+    path = resolve_model_path(target)
+    given = any(setting.startswith(("quant.format=", "quant=")) for setting in settings)
+    stored = "nvfp4" if ModelSpec.from_folder(path).packed_layout is not None else "bf16"
+    quant = [] if config_file is not None or given else [f"quant.format={stored}"]
+    return _model_target(load_config(config_file, [*quant, f"model.path={target}", *settings]), adapter, target)
+
+
+def _run_target(run: RunDir, settings: Sequence[str], checkpoint: int | None, base: bool) -> Target:
+    config = load_config(run.config_path, settings)
+    if base:
+        return Target(config=config, adapter=None, updates=0, description=f"{run.path}, base without adapter")
+    steps = [step for step, _ in run.checkpoints()]
+    folder = run.latest_checkpoint() if checkpoint is None else run.checkpoint(checkpoint)
+    if folder is None or not folder.is_dir():
+        raise RunFolderError(
+            "the run has no such checkpoint" if steps else "the run has no checkpoint",
+            got=folder,
+            expected=f"a step of {', '.join(map(str, steps))}" if steps else None,
+            remedy="Use --base to take the base model without adapter",
+        )
+    return Target(
+        config=config, adapter=folder, updates=read_state(folder).updates, description=f"{run.path}, {folder.name}"
+    )
+
+
+def _model_target(config: Config, adapter: Path | None, name: str) -> Target:
+    if adapter is None:
+        return Target(config=config, adapter=None, updates=0, description=name)
+    lora = adapter_lora_config(adapter)
+    config = config.model_copy(update={"lora": lora})
+    return Target(config=config, adapter=adapter, updates=0, description=f"{name} with adapter {adapter}")
+
+
+def open_target(target: Target) -> Session:
+    """Load the target; without an adapter the model is the plain base."""
+    return open_session(target.config, adapter=target.adapter, with_lora=target.adapter is not None)
+
+
+def evaluate_target(target: Target) -> EvalResult:
+    """Evaluate under the target's ``eval`` section on ``data.eval``.
+
+    Raises:
+        ConfigError: there is no evaluation data, or evaluation with noise is asked for (a run does that itself).
+    """
+    config = target.config
+    if config.eval.noise:
+        raise ConfigError(
+            "qerl eval measures the clean policy",
+            got="eval.noise=true",
+            remedy="Add eval.noise=false; a run evaluates with noise while it trains",
+        )
+    if config.data.eval is None:
+        raise ConfigError("there is no evaluation data", remedy="Add --data with a file, or a NAME under $QERL_DATA")
+    session = open_target(target)
+    prompts, _, _ = load_prompts(config, session, config.data.eval, "test", config.data.eval_limit)
+    max_new_tokens = config.eval.max_new_tokens or config.rollout.max_new_tokens
+    return evaluate(
+        session.engine,
+        prompts,
+        Rewarder(config.reward, max_new_tokens),
+        eval_cfg=config.eval,
+        seed=config.train.seed,
+        max_new_tokens=max_new_tokens,
+    )
+
+
+def sample_target(
+    target: Target, *, samples: int, limit: int | None, out: Path, on_progress: ProgressCallback | None = None
+) -> dict[str, Any]:
+    """Sample ``samples`` answers per prompt of ``data.train``, score them, and write the behavior records.
+
+    Args:
+        out: folder to write; it gets ``config.resolved.yaml``, ``env.json`` and ``rollouts/rollout-000000.parquet``.
+
+    Returns:
+        ``path`` of the parquet file, ``answers``, ``accuracy`` (None when nothing was scorable), and the engine's counters.
+
+    Raises:
+        ConfigError: there is no data.
+        RunFolderError: ``out`` already holds a run.
+    """
+    config = target.config
+    if config.data.train is None:
+        raise ConfigError("there is no data to answer", remedy="Add --data with a file, or a NAME under $QERL_DATA")
+    run = RunDir(out)
+    run.refuse_existing()
+    session = open_target(target)
+    prompts, _, _ = load_prompts(config, session, config.data.train, "train", limit)
+    sampling = SamplingSpec(
+        temperature=config.rollout.temperature,
+        top_p=config.rollout.top_p,
+        top_k=config.rollout.top_k,
+        min_p=config.rollout.min_p,
+        max_new_tokens=config.rollout.max_new_tokens,
+        seed=config.train.seed,
+        stream=SAMPLING_STREAM,
+    )
+    completions, stats = session.engine.generate(prompts, sampling, group_size=samples, on_progress=on_progress)
+    scores = Rewarder(config.reward, config.rollout.max_new_tokens).score(completions)
+    weights_hash = base_hash(session.model)
+    rollout = Rollout(
+        index=0,
+        group_size=samples,
+        completions=completions,
+        sampling=sampling,
+        policy=PolicyState(
+            policy_version=target.updates,
+            adapter_hash=adapter_hash(session.model),
+            norm_hash=norm_hash(session.model),
+            base_format=config.quant.format,
+            base_hash=weights_hash,
+            noise=None,
+        ),
+        engine=session.engine.name,
+        kernels=session.engine.kernels,
+        cache_state="empty",
+        stats=stats,
+    )
+    groups = [
+        Group(
+            prompt=prompt,
+            completions=completions[i * samples : (i + 1) * samples],
+            scores=tuple(scores[i * samples : (i + 1) * samples]),
+        )
+        for i, prompt in enumerate(prompts)
+    ]
+    run = RunDir.create(out)
+    path = run.write_rollout_parquet(0, behavior_rows(rollout, groups), run_facts=run_facts(session, weights_hash))
+    run.write_json(run.env_path, collect_env())
+    run.write_text(run.config_path, dump_config(config))
+    scorable = [score.outcome.value for score in scores if score.reward is not None]
+    accuracy = scorable.count("correct") / len(scorable) if scorable else None
+    return {**stats, "path": path, "answers": len(completions), "accuracy": accuracy}
