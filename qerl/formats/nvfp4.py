@@ -16,9 +16,10 @@ Two named roundings, each equal to the byte to the library it is named after, bo
     torchao  p = amax/2688;  s = E4M3(clamp((amax_b / 6) / p, 2^-6, 448)), never subnormal
              code = RNE(clamp(w * ((1 / p) / s)));  sign bit kept, so -0.0 has code 8
 
-Where torchao's own arithmetic gives NaN it is not followed: an all-zero tensor (p = 0), and zeros in a tensor whose amax
-is below 5.1e-34 (0 * inf), are stored as zero. Where 2688/amax overflows (amax < 7.9e-36), G is 1 under `ct`, as there,
-and the largest float under `torchao`, whose codes saturate; either way the error is below 1e-35.
+Where torchao's own arithmetic gives NaN it is not followed: a tensor with p = 0 (all zeros, or amax below 1.9e-42) is
+stored as zero, and so are zeros in a tensor with amax below 5.1e-34 (0 * inf there). Where 2688/amax overflows (amax below
+7.9e-36), G is 1 under `ct`, as in that library, and the largest float under `torchao`, whose codes saturate; either way the
+error is below 1e-35.
 """
 
 from __future__ import annotations
@@ -180,7 +181,7 @@ def global_scale(amax: Tensor, rounding: str = "ct") -> Tensor:
     amax = amax.float().reshape(1)
     scale = SCALE_RANGE / amax
     if rounding == "torchao":
-        scale = torch.where(amax > 0, scale.clamp(max=torch.finfo(torch.float32).max), 1.0)
+        scale = torch.where(amax / SCALE_RANGE > 0, scale.clamp(max=torch.finfo(torch.float32).max), 1.0)
     return torch.where(torch.isinf(scale), 1.0, scale)
 
 
@@ -201,7 +202,8 @@ def _encode_ct(w_OBK: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
 
 def _encode_torchao(w_OBK: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
     """(block scales [O, blocks], codes [O, blocks, 16]) under the rounding `torchao`."""
-    tensor_scale = torch.where(amax > 0, amax.float() / SCALE_RANGE, 1.0)
+    tensor_scale = amax.float() / SCALE_RANGE
+    tensor_scale = torch.where(tensor_scale > 0, tensor_scale, 1.0)
     scales = (w_OBK.abs().amax(-1) / e2m1.LARGEST) / tensor_scale
     scales = scales.clamp(E4M3_SMALLEST_NORMAL, E4M3_MAX).to(torch.float8_e4m3fn)
     x = w_OBK * ((1.0 / tensor_scale) / scales.float())[..., None]

@@ -13,8 +13,8 @@ from qerl.formats import PackedWeight, dequantize
 from qerl.kernels import dispatch, philox
 
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-5, torch.bfloat16: 4e-3, torch.float16: 1e-3}
-"""Largest |y - y_exact| / (|x| |w_row|) by compute type: one rounding of the output (2^-9 in bfloat16) plus, in a dense
-copy, one of every weight; in float32 the order of summation; in float64 the float32 rounding of s / G."""
+"""Largest |y - y_exact| / (|x| |w_row|) by compute type: one rounding of the output (up to 2^-8 of it in
+bfloat16) and, in a dense copy, one of every weight; in float32 the order of summation; in float64 the float32 rounding of s / G."""
 
 
 def layout_gate(

@@ -1,0 +1,174 @@
+"""The interface that all formats share: sizes, padding, fused groups, stacking, and what is refused."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from qerl.errors import FormatError
+from qerl.formats import FORMAT_NAMES, dequantize, get_format
+from qerl.formats.nvfp4 import Nvfp4Format
+
+NVFP4 = get_format("nvfp4")
+assert isinstance(NVFP4, Nvfp4Format)
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    d_out=st.integers(1, 9),
+    d_in=st.integers(1, 70),
+    exponent=st.integers(-30, 30),
+    rounding=st.sampled_from(["ct", "torchao"]),
+    seed=st.integers(0, 2**16),
+)
+def test_nvfp4_error_is_at_most_half_a_step_of_the_block(d_out, d_in, exponent, rounding, seed):
+    """The widest step is from 4 to 6, so half of it is 1 of the scale amax_b / 6; E4M3 rounds that by up to 1/16 of it,
+    or, where torchao's scale is at its floor, by 2^-6 / G in all."""
+    weight = random(d_out, d_in, seed=seed) * 2.0**exponent
+    packed = NVFP4.quantize(weight, rounding=rounding)
+    padded = torch.nn.functional.pad(weight, (0, -d_in % 16)).view(d_out, -1, 16)
+    largest = padded.abs().amax(-1, keepdim=True)
+    floor = weight.abs().amax() / 2688 * 2.0**-6
+    bound = torch.maximum(largest / 6 * 1.07 + largest / 15, floor).expand_as(padded).reshape(d_out, -1)[:, :d_in]
+    assert ((dequantize(packed) - weight).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("name", FORMAT_NAMES)
+@pytest.mark.parametrize("shape", [(1, 1), (4, 16), (6, 50), (8, 128)])
+def test_predicted_bytes_are_the_stored_bytes(name, shape):
+    packed = get_format(name).quantize(random(*shape).bfloat16(), segments=(1,) * shape[0])
+    assert packed.nbytes() == get_format(name).nbytes(shape, segments=shape[0])
+
+
+def test_unquantized_bytes_follow_the_item_size():
+    assert get_format("bf16").quantize(random(4, 6)).nbytes() == get_format("bf16").nbytes((4, 6), itemsize=4) == 96
+
+
+def test_nvfp4_takes_four_and_a_half_bits():
+    assert NVFP4.nbytes((4096, 4096)) == 4096 * 4096 * 9 // 16 + 4
+
+
+def test_inputs_that_do_not_fill_a_block_are_padded_and_the_shape_is_kept():
+    weight = random(5, 35)
+    packed = NVFP4.quantize(weight)
+    assert packed.shape == (5, 35)
+    assert packed.tensors["packed"].shape == (5, 24)
+    assert packed.tensors["block_scales"].shape == (5, 3)
+    full = NVFP4.quantize(torch.nn.functional.pad(weight, (0, 13)))
+    assert torch.equal(dequantize(packed), dequantize(full)[:, :35])
+
+
+def test_a_fused_group_shares_the_largest_global_scale():
+    parts = [random(4, 32), 7 * random(2, 32, seed=1), random(3, 32, seed=2)]
+    fused = NVFP4.quantize(torch.cat(parts), segments=(4, 2, 3))
+    largest = parts[1].abs().max()
+    assert fused.tensors["global_scale"].tolist() == [float(2688 / largest)] * 3
+    alone = [NVFP4.quantize(part, amax=largest) for part in parts]
+    for key, tensor in fused.tensors.items():
+        assert torch.equal(tensor.view(torch.uint8), torch.cat([a.tensors[key] for a in alone]).view(torch.uint8))
+
+
+@pytest.mark.parametrize("name", FORMAT_NAMES)
+def test_join_keeps_every_part_and_split_undoes_it(name):
+    fmt = get_format(name)
+    parts = [fmt.quantize(scale * random(rows, 40, seed=rows)) for rows, scale in ((3, 1.0), (2, 29.0), (4, 0.1))]
+    joined = fmt.join(parts)
+    assert joined.segments == (3, 2, 4)
+    assert torch.equal(dequantize(joined), torch.cat([dequantize(part) for part in parts]))
+    for part, back in zip(parts, fmt.split(joined), strict=True):
+        assert back.shape == part.shape
+        assert torch.equal(dequantize(back), dequantize(part))
+
+
+def test_join_refuses_parts_that_read_different_inputs():
+    with pytest.raises(FormatError, match=r"\[2, 48\].*nvfp4 with 32 inputs"):
+        NVFP4.join([NVFP4.quantize(random(2, 32)), NVFP4.quantize(random(2, 48))])
+
+
+def test_unquantized_weights_come_back_as_they_are():
+    weight = random(3, 7).bfloat16()
+    packed = get_format("bf16").quantize(weight)
+    assert torch.equal(dequantize(packed, torch.bfloat16), weight)
+    values, divisor = get_format("bf16").factored(packed, torch.float32)
+    assert divisor is None
+    assert torch.equal(values, weight.float())
+
+
+def test_quantization_in_row_slices_does_not_change_a_byte():
+    weight = random(300, 4096)
+    whole = NVFP4.quantize(weight)
+    amax = weight.abs().max()
+    rows = [NVFP4.quantize(weight[i : i + 1], amax=amax) for i in range(0, 300, 37)]
+    for i, row in zip(range(0, 300, 37), rows, strict=True):
+        assert torch.equal(row.tensors["packed"][0], whole.tensors["packed"][i])
+
+
+def test_moving_keeps_every_dtype():
+    moved = NVFP4.quantize(random(2, 16)).to("meta")
+    assert {key: tensor.dtype for key, tensor in moved.tensors.items()} == {
+        "packed": torch.uint8,
+        "block_scales": torch.float8_e4m3fn,
+        "global_scale": torch.float32,
+    }
+
+
+@pytest.mark.parametrize("name", FORMAT_NAMES)
+@pytest.mark.parametrize(("value", "word"), [(math.nan, "NaN"), (math.inf, "infinity"), (-math.inf, "infinity")])
+def test_values_that_are_not_finite_are_refused_by_tensor_name(name, value, word):
+    weight = random(4, 32)
+    weight[2, 3] = value
+    with pytest.raises(FormatError, match=rf"layers\.0\.q_proj.*{word}"):
+        get_format(name).quantize(weight, name="layers.0.q_proj")
+
+
+@pytest.mark.parametrize("name", FORMAT_NAMES)
+@pytest.mark.parametrize("weight", [torch.zeros(4), torch.zeros(0, 16), torch.zeros(2, 16, dtype=torch.int64)])
+def test_what_is_no_weight_is_refused(name, weight):
+    with pytest.raises(FormatError, match="non-empty floating point matrix"):
+        get_format(name).quantize(weight)
+
+
+@pytest.mark.parametrize("name", FORMAT_NAMES)
+def test_parts_that_do_not_add_up_are_refused(name):
+    with pytest.raises(FormatError, match=r"segments \[3, 2\].*sum 4"):
+        get_format(name).quantize(random(4, 16), segments=(3, 2))
+
+
+@pytest.mark.parametrize("name", FORMAT_NAMES)
+def test_an_unknown_rounding_names_the_nearest(name):
+    with pytest.raises(FormatError, match="Did you mean 'torchao'"):
+        get_format(name).quantize(random(4, 16), rounding="torch_ao")
+
+
+def test_an_unknown_format_names_the_nearest():
+    with pytest.raises(FormatError, match="Did you mean 'nvfp4'"):
+        get_format("nvfp")
+
+
+def test_a_part_larger_than_its_group_is_refused():
+    with pytest.raises(FormatError, match="larger than the group"):
+        NVFP4.quantize(torch.full((1, 16), 2.0), amax=torch.tensor(1.0))
+
+
+def test_stored_parts_are_wrapped_untouched_or_refused():
+    packed = NVFP4.quantize(random(4, 48))
+    parts = [packed.tensors[key] for key in ("packed", "block_scales", "global_scale")]
+    assert torch.equal(dequantize(NVFP4.from_parts(*parts, d_in=48)), dequantize(packed))
+    for wrong in (
+        (parts[0][:, :8], *parts[1:]),
+        (parts[0], parts[1].float(), parts[2]),
+        (parts[0].to(torch.int8), *parts[1:]),
+        (*parts[:2], parts[2].repeat(2)),
+    ):
+        with pytest.raises(FormatError, match="do not fit the NVFP4 layout"):
+            NVFP4.from_parts(*wrong, d_in=48)
+    with pytest.raises(FormatError, match="for 64 inputs"):
+        NVFP4.from_parts(*parts, d_in=64)
+    with pytest.raises(FormatError, match="global scale"):
+        NVFP4.from_parts(*parts[:2], torch.zeros(1))
