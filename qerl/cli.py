@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
-import click
 import typer
 from rich.console import Console
 from rich.markup import escape
@@ -25,10 +24,24 @@ INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells have it."""
 
 
+EXAMPLES = {
+    "train": ("configs/demo.yaml", "configs/demo.yaml optim.lr=1e-4 run.name=low-lr", "configs/demo.yaml --resume"),
+    "eval": ("runs/demo", "runs/demo --base", "SmolLM2-135M-Instruct --data gsm8k --limit 100"),
+    "rollout": ("runs/demo --data arithmetic:test --n 8 --limit 64 --out samples",),
+    "quantize": ("Qwen2.5-3B-Instruct --out models/Qwen2.5-3B-NVFP4",),
+    "report": ("runs/demo", "configs/demo.yaml --out demo.html"),
+}
+
+
+def _examples(verb: str) -> str:
+    """Text under a verb's help; blank lines keep each example on a line of its own."""
+    return "\n\n".join(["[bold]Examples[/]", *(f"  qerl {verb} {arguments}" for arguments in EXAMPLES[verb])])
+
+
 class _Commands(TyperGroup):
     """Turns the errors that a user can cause into a message and an exit code."""
 
-    def invoke(self, ctx: click.Context) -> Any:
+    def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
         except QerlError as error:
@@ -79,9 +92,7 @@ TargetArgument = Annotated[
 ]
 
 
-@app.command(
-    epilog=r"Examples: qerl train configs/demo.yaml · qerl train configs/demo.yaml optim.lr=1e-4 run.name=low-lr · qerl train configs/demo.yaml --resume"
-)
+@app.command(epilog=_examples("train"))
 def train(
     settings: Settings = None,
     resume: Annotated[
@@ -104,10 +115,7 @@ def train(
     run_training(config, resume=resume)
 
 
-@app.command(
-    "eval",
-    epilog="Examples: qerl eval runs/demo · qerl eval runs/demo --base · qerl eval SmolLM2-135M-Instruct --data gsm8k --limit 100",
-)
+@app.command("eval", epilog=_examples("eval"))
 def evaluate(
     target: TargetArgument,
     settings: Settings = None,
@@ -137,8 +145,8 @@ def evaluate(
         adapter=adapter,
         base=base,
     )
-    with _stderr().status("evaluating …"):
-        result = evaluate_target(resolved)
+    with _progress_bar() as on_progress:
+        result = evaluate_target(resolved, on_progress)
     summary = result.to_dict()
     _print_facts(
         {
@@ -151,7 +159,7 @@ def evaluate(
         _write_json(out, {"target": resolved.description, **summary, "rows": result.rows})
 
 
-@app.command(epilog="Example: qerl rollout runs/demo --data arithmetic:test --n 8 --limit 64 --out samples/demo")
+@app.command(epilog=_examples("rollout"))
 def rollout(
     target: TargetArgument,
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder to write; must not hold a run.")],
@@ -190,7 +198,7 @@ def rollout(
     )
 
 
-@app.command(epilog="Example: qerl quantize Qwen2.5-3B-Instruct --out models/Qwen2.5-3B-NVFP4")
+@app.command(epilog=_examples("quantize"))
 def quantize(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Model folder, NAME under $QERL_MODELS, or `demo`.")],
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder to write; must not exist.")],
@@ -219,7 +227,7 @@ def quantize(
     )
 
 
-@app.command(epilog="Examples: qerl report runs/demo · qerl report configs/demo.yaml --out demo.html")
+@app.command(epilog=_examples("report"))
 def report(
     run: Annotated[
         str, typer.Argument(metavar="RUN", help="Run folder (finished or not), or the CONFIG.yaml of the run.")

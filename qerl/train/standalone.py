@@ -120,8 +120,12 @@ def open_target(target: Target) -> Session:
     return open_session(target.config, adapter=target.adapter, with_lora=target.adapter is not None)
 
 
-def evaluate_target(target: Target) -> EvalResult:
+def evaluate_target(target: Target, on_progress: ProgressCallback | None = None) -> EvalResult:
     """Evaluate under the target's ``eval`` section on ``data.eval``.
+
+    Args:
+        target: what to evaluate.
+        on_progress: passed to the engine.
 
     Raises:
         ConfigError: there is no evaluation data, or evaluation with noise is asked for (a run does that itself).
@@ -145,6 +149,7 @@ def evaluate_target(target: Target) -> EvalResult:
         eval_cfg=config.eval,
         seed=config.train.seed,
         max_new_tokens=max_new_tokens,
+        on_progress=on_progress,
     )
 
 
@@ -167,7 +172,7 @@ def sample_target(
     if config.data.train is None:
         raise ConfigError("there is no data to answer", remedy="Add --data with a file, or a NAME under $QERL_DATA")
     run = RunDir(out)
-    run.refuse_existing()
+    run.refuse_a_run()
     session = open_target(target)
     prompts, _, _ = load_prompts(config, session, config.data.train, "train", limit)
     sampling = SamplingSpec(

@@ -1,0 +1,244 @@
+"""The command line: what each verb prints and writes, and how mistakes end."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from qerl.cli import app
+from qerl.metrics.behavior import read_behavior
+from qerl.metrics.run_dir import RunDir
+from qerl.model.checkpoint import resolve_model_path
+
+VERBS = ("train", "eval", "rollout", "quantize", "report", "env")
+ROOT = Path(__file__).resolve().parents[1]
+SMALL = (
+    "model.path=demo",
+    "model.dtype=float32",
+    "rollout.max_prompt_tokens=96",
+    "rollout.max_new_tokens=48",
+    "data.train=arithmetic",
+    "data.eval=arithmetic",
+    "data.eval_limit=8",
+    "log.progress=off",
+)
+TINY_RUN = (
+    *SMALL,
+    "rollout.prompts_per_step=2",
+    "rollout.group_size=2",
+    "lora.rank=2",
+    "train.steps=2",
+    "train.save_every=1",
+    "run.name=tiny",
+)
+
+
+def qerl(*arguments: str | Path):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def ok(*arguments: str | Path) -> str:
+    result = qerl(*arguments)
+    assert result.exit_code == 0, result.output + repr(result.exception)
+    return result.output
+
+
+def refused(*arguments: str | Path) -> str:
+    result = qerl(*arguments)
+    assert result.exit_code == 2, result.output + repr(result.exception)
+    assert result.stdout == ""
+    assert "Traceback" not in result.stderr
+    return " ".join(result.stderr.split())
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> Path:
+    """A folder with one finished run, ``tiny``."""
+    folder = tmp_path_factory.mktemp("runs")
+    ok("train", *TINY_RUN, f"run.dir={folder}")
+    return folder
+
+
+def test_help_lists_the_verbs_and_each_verb_has_examples():
+    text = ok("--help")
+    for verb in VERBS:
+        assert verb in text
+        shown = ok(verb, "--help")
+        assert verb == "env" or f"qerl {verb} " in shown
+
+
+def test_a_mistake_ends_in_a_message_on_stderr_and_exit_code_2():
+    result = subprocess.run(
+        [sys.executable, "-m", "qerl", "train", "configs/demo.yaml", "rollout.tempurature=1"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert result.stderr == (
+        "error: unknown key rollout.tempurature (command line); got value 1. Did you mean rollout.temperature?\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "pieces"),
+    [
+        (("train", "configs/demo.yam"), ("configs/demo.yam does not exist", "Did you mean configs/demo.yaml?")),
+        (("train", "configs/demo.yaml", "other.yaml"), ("more than one configuration file", "other.yaml")),
+        (("train",), ("data.train is not set",)),
+        (("train", "data.train=arithmetic"), ("model.path is not set",)),
+        (("train", "model.path=demo", "rollout.temperature=0", "data.train=arithmetic"), ("rollout.temperature=0",)),
+        (("train", *SMALL, "rollout.prompts_per_step=6", "optim.updates_per_rollout=4"), ("6", "multiple of 4")),
+        (("train", *SMALL, "model.path=no-such-model"), ("no-such-model",)),
+        (("train", *SMALL, "data.train=arithmetik"), ("arithmetik", "arithmetic")),
+        (("train", *SMALL, "model.device=tpu"), ("model.device is not a device; got tpu",)),
+        (("eval", "demo", *SMALL[1:], "data.eval=null"), ("there is no evaluation data", "--data")),
+        (("eval", "demo", *SMALL[1:], "--samples", "2"), ("eval.samples=2", "eval.temperature above 0")),
+        (("eval", "demo", *SMALL[1:], "--checkpoint", "3"), ("--checkpoint and --base belong to a run folder",)),
+        (("eval", "demo", *SMALL[1:], "eval.noise=true"), ("qerl eval measures the clean policy",)),
+        (("report", "no/such/run"), ("no/such/run",)),
+        (("quantize", "demo", "--out", "x", "--format", "nvpf4"), ("got 'nvpf4'", "Did you mean nvfp4?")),
+    ],
+)
+def test_mistakes_are_refused_in_words(arguments, pieces, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    text = refused(*arguments)
+    for piece in pieces:
+        assert piece in text
+
+
+def test_data_mistakes_name_file_and_line(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"question": "1 + 1?", "answer": "2"}\n{"question": \n')
+    assert f"{file}:2" in refused("train", *SMALL, f"data.train={file}", f"run.dir={tmp_path}")
+    file.write_text("")
+    assert "empty data set" in refused("train", *SMALL, f"data.train={file}", f"run.dir={tmp_path}")
+    file.write_text('{"query": "1 + 1?", "answer": "2"}\n')
+    assert "no field 'question'" in refused("train", *SMALL, f"data.train={file}", f"run.dir={tmp_path}")
+    assert not (tmp_path / "run").exists(), "nothing is written before everything is known good"
+
+
+def test_a_truncated_weight_file_is_named(tmp_path):
+    model = tmp_path / "model"
+    shutil.copytree(resolve_model_path("demo"), model)
+    weights = model / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    text = refused("train", *SMALL, f"model.path={model}", f"run.dir={tmp_path}")
+    assert "model.safetensors" in text
+
+
+def test_dry_run_prints_the_plan_and_writes_nothing(tmp_path):
+    text = ok("train", *TINY_RUN, f"run.dir={tmp_path}", "--dry-run")
+    assert "denominator: behavior" in text
+    assert "base_weights" in text
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_train_writes_the_run_folder_and_refuses_it_the_second_time(runs):
+    run = RunDir.open(runs / "tiny")
+    assert [row["step"] for row in run.read_metrics()] == [0, 1, 2]
+    assert [step for step, _ in run.checkpoints()] == [1, 2]
+    for path in (run.config_path, run.env_path, run.summary_path, run.memory_path, run.report_path):
+        assert path.is_file(), path
+    assert "already holds a run" in refused("train", *TINY_RUN, f"run.dir={runs}")
+    assert "the run is complete" in refused("train", *TINY_RUN, f"run.dir={runs}", "--resume")
+    changed = refused("train", *TINY_RUN, f"run.dir={runs}", "optim.lr=1e-3", "--resume")
+    assert "optim.lr" in changed
+
+
+def test_eval_of_a_run_uses_its_newest_checkpoint_and_agrees_with_the_run(runs, tmp_path):
+    out = tmp_path / "eval.json"
+    text = ok("eval", runs / "tiny", "--out", out)
+    assert "checkpoint-2" in text
+    assert "95 %" in text
+    saved = json.loads(out.read_text())
+    after = RunDir.open(runs / "tiny").read_json("summary.json")["evaluation"]["after"]
+    assert saved["accuracy"] == after["accuracy"]
+    assert saved["mean_length"] == after["mean_length"]
+    assert len(saved["rows"]) == saved["count"] == 8
+
+
+def test_eval_of_the_base_agrees_with_the_run_before_training(runs, tmp_path):
+    out = tmp_path / "eval.json"
+    assert "base without adapter" in ok("eval", runs / "tiny", "--base", "--out", out)
+    before = RunDir.open(runs / "tiny").read_json("summary.json")["evaluation"]["before"]
+    assert json.loads(out.read_text())["accuracy"] == before["accuracy"]
+
+
+def test_eval_takes_a_checkpoint_as_adapter_of_a_model(runs, tmp_path):
+    first, second = tmp_path / "first.json", tmp_path / "second.json"
+    adapter = RunDir(runs / "tiny").checkpoint(1)
+    ok("eval", "demo", *SMALL[1:], "quant.format=nvfp4", "--adapter", adapter, "--out", first)
+    ok("eval", runs / "tiny", "--checkpoint", "1", "--out", second)
+    same = ("accuracy", "mean_length", "rows")
+    assert [json.loads(first.read_text())[key] for key in same] == [json.loads(second.read_text())[key] for key in same]
+
+
+def test_eval_of_a_run_refuses_what_does_not_go_with_it(runs):
+    text = refused("eval", runs / "tiny", "--checkpoint", "7")
+    assert "a step of 1, 2" in text
+    assert "brings its own configuration" in refused("eval", runs / "tiny", "configs/demo.yaml")
+
+
+def test_a_bare_model_is_taken_as_it_is_stored():
+    assert "(bf16 base)" in ok("eval", "demo", *SMALL[1:], "--limit", "2")
+
+
+def test_rollout_writes_one_record_an_answer(tmp_path):
+    out = tmp_path / "samples"
+    arguments = ("rollout", "demo", *SMALL[1:], "--n", "3", "--limit", "2", "--data", "arithmetic:test", "--out", out)
+    text = ok(*arguments)
+    assert "tokens/s" in text
+    rows = read_behavior(RunDir(out).rollout_path(0))
+    assert [row["sample_key"] for row in rows] == [0, 1, 2, 3, 4, 5]
+    assert len({row["prompt_id"] for row in rows}) == 2
+    assert all(row["noise"] is None and row["sampling"]["stream"] == "standalone" for row in rows)
+    assert "already holds a run" in refused(*arguments)
+
+
+def test_quantize_writes_a_checkpoint_that_evaluates_as_the_quantized_model(tmp_path):
+    ok("quantize", "demo", "--out", tmp_path / "packed")
+    at_load, stored = tmp_path / "a.json", tmp_path / "b.json"
+    ok("eval", "demo", *SMALL[1:], "quant.format=nvfp4", "--out", at_load)
+    assert "(nvfp4 base)" in ok("eval", tmp_path / "packed", *SMALL[1:], "--out", stored)
+    assert json.loads(at_load.read_text())["rows"] == json.loads(stored.read_text())["rows"]
+
+
+def test_report_can_be_made_again_elsewhere(runs, tmp_path):
+    out = tmp_path / "page.html"
+    assert str(out) in ok("report", runs / "tiny", "--out", out)
+    assert "<html" in out.read_text()
+
+
+def test_env_is_text_or_json():
+    assert "torch 2" in ok("env")
+    facts = json.loads(ok("env", "--json"))
+    assert facts["versions"]["torch"]
+    assert facts["cpu"]["usable"] >= 1
+
+
+def test_train_hands_over_configuration_and_resume(monkeypatch):
+    seen = {}
+    monkeypatch.setattr("qerl.train.run.train", lambda config, *, resume: seen.update(config=config, resume=resume))
+    ok("train", ROOT / "configs" / "demo.yaml", "optim.lr=1e-4", "--resume")
+    assert seen["config"].optim.lr == 1e-4
+    assert seen["config"].run.name == "demo"
+    assert seen["resume"] is True
+
+
+def test_ctrl_c_says_how_to_go_on(monkeypatch):
+    def interrupted(config, *, resume):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("qerl.train.run.train", interrupted)
+    result = qerl("train", ROOT / "configs" / "demo.yaml")
+    assert result.exit_code == 130
+    assert "--resume" in result.stderr
