@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
 from qerl.formats import PackedWeight, get_format
 from qerl.kernels.fp4_linear.adapter import Placement
@@ -27,9 +28,7 @@ def forward(
     dense_OI: Tensor | None,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """(y [T, O] in x's dtype, the shrunk activations x A^T [T, R] of every distinct A)."""
-    y_TO = _base(x_TI, weight, dense_OI)
-    if bias_O is not None:
-        y_TO += bias_O
+    y_TO = _base(x_TI, weight, bias_O, dense_OI)
     shrunk = tuple(x_TI @ a.T for a in a_RI)
     for place, b in zip(placements, b_OR, strict=True):
         h_TR = shrunk[place.a_index][:, place.ranks]
@@ -47,13 +46,16 @@ def input_gradient(grad_TO: Tensor, weight: PackedWeight, dense_OI: Tensor | Non
     return ((grad_TO.to(values_OI.dtype) / divisor_O.to(values_OI.dtype)) @ values_OI).to(grad_TO.dtype)
 
 
-def _base(x_TI: Tensor, weight: PackedWeight, dense_OI: Tensor | None) -> Tensor:
-    """x W_hat^T [T, O], in the accumulator's dtype when the storage has a divisor."""
+def _base(x_TI: Tensor, weight: PackedWeight, bias_O: Tensor | None, dense_OI: Tensor | None) -> Tensor:
+    """x W_hat^T + bias [T, O], in the accumulator's dtype when the storage has a divisor."""
     if dense_OI is not None:
-        return x_TI @ dense_OI.to(x_TI.dtype).T
+        # The bias goes into the product, as in any framework's dense layer: float32 results then round alike.
+        return linear(x_TI, dense_OI.to(x_TI.dtype), None if bias_O is None else bias_O.to(x_TI.dtype))
     values_OI, divisor_O = get_format(weight.format).factored(weight, _accumulator(x_TI, weight))
     y_TO = x_TI.to(values_OI.dtype) @ values_OI.T
-    return y_TO if divisor_O is None else y_TO.div_(divisor_O)
+    if divisor_O is not None:
+        y_TO.div_(divisor_O)
+    return y_TO if bias_O is None else y_TO.add_(bias_O)
 
 
 def _accumulator(x: Tensor, weight: PackedWeight) -> torch.dtype:
