@@ -56,24 +56,12 @@ class Nvfp4Format(WeightFormat):
         rounding: str = "ct",
         segments: Sequence[int] | None = None,
         name: str = "weight",
-        amax: Tensor | None = None,
     ) -> PackedWeight:
-        """As `WeightFormat.quantize`; all fused parts share one G, that of the largest magnitude.
-
-        Args:
-            amax: largest magnitude of the fused group when `weight` is only a part of it; float32 scalar.
-        """
+        """As `WeightFormat.quantize`; all fused parts share one G, that of the largest magnitude."""
         check_rounding(rounding)
         rows = check_weight(weight, segments, name)
-        own = weight.abs().amax().float()
-        check_finite(own, name)
-        amax = own if amax is None else amax.to(weight.device)
-        if own > amax:
-            raise FormatError(
-                f"tensor '{name}' is larger than the group it belongs to",
-                got=float(own),
-                expected=f"at most {float(amax)}",
-            )
+        amax = weight.abs().amax().float()
+        check_finite(amax, name)
         d_out, d_in = weight.shape
         blocks = -(-d_in // BLOCK)
         packed = torch.empty(d_out, blocks * BLOCK // 2, dtype=torch.uint8, device=weight.device)
