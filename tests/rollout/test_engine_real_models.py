@@ -1,0 +1,49 @@
+"""Greedy answers of real checkpoints against transformers' own generation (needs $QERL_MODELS)."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from rollout_builders import teacher_forced
+from transformers import AutoModelForCausalLM
+
+from qerl.config.schema import QuantConfig
+from qerl.model.checkpoint import load_model
+from qerl.model.tokenizer import load_tokenizer
+from qerl.records import Prompt, SamplingSpec
+from qerl.rollout.engine import Engine
+
+pytestmark = pytest.mark.slow
+
+QUESTIONS = ("What is 2 + 3?", "Tom has 3 apples and buys 4 more. How many?", "Write a haiku about rain.")
+
+
+def render_prompts(tokenizer):
+    for question in QUESTIONS:
+        text = tokenizer.render([{"role": "user", "content": question}])
+        ids = tuple(tokenizer.encode(text))
+        yield Prompt(id=question, question=question, answer="", text=text, token_ids=ids)
+
+
+@pytest.mark.parametrize("name", ["SmolLM2-135M-Instruct", "Qwen2.5-Coder-0.5B-Instruct"])
+def test_greedy_answers_of_real_models_equal_transformers(name):
+    folder = Path(os.environ["QERL_MODELS"]) / name
+    tokenizer = load_tokenizer(folder)
+    model = load_model(folder, quant=QuantConfig(format="bf16"), lora=None, dtype=torch.float32)
+    prompts = list(render_prompts(tokenizer))
+    completions, _ = Engine(model, tokenizer).generate(prompts, SamplingSpec(temperature=0.0, max_new_tokens=32))
+    peer = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    for prompt, completion in zip(prompts, completions, strict=True):
+        ids = torch.tensor([prompt.token_ids])
+        expected = peer.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=32,
+            do_sample=False,
+            repetition_penalty=1.0,
+            eos_token_id=list(tokenizer.eos_ids),
+        )
+        assert list(completion.token_ids) == expected[0, len(prompt.token_ids) :].tolist()
+        whole = teacher_forced(model, completion, 1.0)
+        assert completion.behavior_logprobs == pytest.approx(whole.tolist(), abs=1e-4)
