@@ -218,12 +218,23 @@ def quantize(
     from qerl.model.checkpoint import resolve_model_path
     from qerl.quantize import quantize_checkpoint
 
-    quality = quantize_checkpoint(
-        resolve_model_path(model), out, format=quant.format, method=quant.method, rounding=quant.rounding
-    )
+    with _progress_bar("groups") as on_progress:
+        quality = quantize_checkpoint(
+            resolve_model_path(model),
+            out,
+            format=quant.format,
+            method=quant.method,
+            rounding=quant.rounding,
+            progress=lambda done, total, name: on_progress(done, total, 0),
+        )
+    total = quality["total"]
     _print_facts(
-        {"written": out, "format": f"{quant.format}, {quant.method}, {quant.rounding} rounding"}
-        | _quality_facts(quality)
+        {
+            "written": out,
+            "format": f"{quant.format}, {quant.method}, {quant.rounding} rounding",
+            "error": f"{total['relative_error']:.2%} relative, worst in {total['worst']}",
+            "size": f"{total['bytes'] / 1e9:.4f} GB of {total['dense_bytes'] / 1e9:.4f} GB ({total['tensors']} tensors)",
+        }
     )
 
 
@@ -292,19 +303,39 @@ def _print_facts(facts: dict[str, Any]) -> None:
         typer.echo(f"{name:<{width}}  {value}")
 
 
+def _quality_facts(quality: dict[str, Any]) -> dict[str, Any]:
+    total = quality["total"]
+    worst = quality["tensors"][total["worst"]]["relative_error"]
+    return {
+        "tensors": total["tensors"],
+        "bytes": f"{total['bytes'] / 1e6:.1f} MB, {total['dense_bytes'] / total['bytes']:.2f}x smaller",
+        "error": f"{total['relative_error']:.4f} of the weights' norm; worst {worst:.4f} ({total['worst']})",
+    }
+
+
 def _write_json(path: Path, value: Any) -> None:
-    from qerl.metrics.run_dir import to_json, whole_file
+    from qerl.metrics.files import to_json, whole_file
 
     with whole_file(path) as temporary:
         temporary.write_text(json.dumps(to_json(value), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 @contextmanager
-def _progress_bar() -> Iterator[Callable[[int, int, int], None]]:
-    """A bar over answers on stderr; yields the callback that moves it (answers done, answers in all, tokens)."""
+def _progress_bar(what: str = "answers") -> Iterator[Callable[[int, int, int], None]]:
+    """A bar on stderr; yields the callback that moves it (done, in all, tokens)."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    columns = (TextColumn("answers"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[tokens]} tokens"))
-    with Progress(*columns, TimeRemainingColumn(), console=_stderr()) as bar:
-        task = bar.add_task("answers", total=None, tokens=0)
-        yield lambda done, total, tokens: bar.update(task, completed=done, total=total, tokens=tokens)
+    columns = [
+        TextColumn(what),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[note]}"),
+    ]
+    with Progress(*columns, console=_stderr(), transient=True) as bar:
+        task = bar.add_task(what, total=None, note="")
+
+        def move(done: int, total: int, tokens: int) -> None:
+            bar.update(task, completed=done, total=total, note=f"{tokens} tokens" if tokens else "")
+
+        yield move
