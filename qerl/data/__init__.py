@@ -1,0 +1,1 @@
+"""Where prompts come from: data sets by name or path, rendering, and a seeded, resumable order."""

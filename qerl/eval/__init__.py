@@ -1,0 +1,1 @@
+"""Measuring a declared deployment policy, with intervals."""

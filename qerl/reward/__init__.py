@@ -1,0 +1,1 @@
+"""What an answer is worth: answer checking, other reward functions, shaping, and their weighted sum."""
