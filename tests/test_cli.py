@@ -158,7 +158,7 @@ def test_eval_of_a_run_uses_its_newest_checkpoint_and_agrees_with_the_run(runs, 
     out = tmp_path / "eval.json"
     text = ok("eval", runs / "tiny", "--out", out)
     assert "checkpoint-2" in text
-    assert "95 %" in text
+    assert "95% interval" in text
     saved = json.loads(out.read_text())
     after = RunDir.open(runs / "tiny").read_json("summary.json")["evaluation"]["after"]
     assert saved["accuracy"] == after["accuracy"]

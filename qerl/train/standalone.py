@@ -201,7 +201,7 @@ def sample_target(
             noise=None,
         ),
         engine=session.engine.name,
-        kernels=session.engine.kernels,
+        kernels=session.kernels,
         cache_state="empty",
         stats=stats,
     )
