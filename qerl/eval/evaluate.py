@@ -34,7 +34,8 @@ class EvalResult:
     high: float
     confidence: float
     interval: str
-    """``wilson`` for one sample a question, ``bootstrap`` over questions for more."""
+    """``wilson`` for one sample a question, ``bootstrap`` over questions for more (``wilson`` over questions where all
+    answers are right, or all wrong: there a bootstrap would claim certainty)."""
     count: int
     """Questions."""
     answers: int
@@ -172,10 +173,7 @@ def summarize(
     scored = [kept for group in groups if (kept := _scored(scores[group]))]
     shares = [sum(_correct(score) for score in group) / len(group) for group in scored]
     accuracy = math.fsum(shares) / len(shares) if shares else 0.0
-    if samples == 1:
-        low, high = wilson(sum(shares), len(shares), eval_cfg.confidence)
-    else:
-        low, high = bootstrap(shares, eval_cfg.confidence, seed=policy["seed"]) if shares else (0.0, 1.0)
+    interval, low, high = _interval(shares, samples, eval_cfg.confidence, policy["seed"])
     total = len(completions)
     outcomes = Counter(score.outcome.value for score in scores)
     return EvalResult(
@@ -183,7 +181,7 @@ def summarize(
         low=low,
         high=high,
         confidence=eval_cfg.confidence,
-        interval="wilson" if samples == 1 else "bootstrap",
+        interval=interval,
         count=len(groups),
         answers=total,
         truncated=sum(completion.stop_reason == "length" for completion in completions) / total,
@@ -236,6 +234,13 @@ def compare(
         "p_value": mcnemar_exact(lost, gained),
         "count": len(pairs),
     }
+
+
+def _interval(shares: Sequence[float], samples: int, confidence: float, seed: int) -> tuple[str, float, float]:
+    """Name and ends of the interval of the mean share; see ``EvalResult.interval``."""
+    if samples == 1 or not shares or min(shares) == 1.0 or max(shares) == 0.0:
+        return "wilson", *wilson(sum(shares), len(shares), confidence)
+    return "bootstrap", *bootstrap(shares, confidence, seed=seed)
 
 
 def _correct(score: Score) -> bool:

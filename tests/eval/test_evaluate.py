@@ -152,6 +152,12 @@ def test_nothing_scorable_is_accuracy_zero_with_the_widest_interval(rewarder):
         assert result.rows[0]["answers"][0]["note"]
 
 
+def test_all_right_or_all_wrong_is_not_claimed_with_certainty(rewarder):
+    for text, right in (("18", 10), ("9", 0)):
+        result, _ = run(rewarder, {f"q{i}": [text, text] for i in range(10)}, samples=2, temperature=1.0)
+        assert (result.interval, result.low, result.high) == ("wilson", *wilson(right, 10))
+
+
 def test_no_questions_is_an_error(rewarder):
     with pytest.raises(DataError, match="nothing to evaluate"):
         evaluate(ScriptedEngine({}), [], rewarder, eval_cfg=EvalConfig(), seed=0, max_new_tokens=4)
