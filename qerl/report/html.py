@@ -1,0 +1,235 @@
+"""The page: one HTML file with everything in it, readable without a network, in light and dark, on a phone."""
+
+from __future__ import annotations
+
+import json
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from qerl.errors import MissingDependencyError
+from qerl.metrics.catalogue import ALARMS
+from qerl.metrics.run_dir import RunDir
+from qerl.report import text
+from qerl.report.collect import Evaluation, RunData, changed_settings, difference, memory_owners, read_run, warnings_of
+from qerl.report.plot_parts import Panel
+from qerl.report.plots import panels
+from qerl.report.plots_machine import STAGES
+from qerl.report.samples import OUTCOMES
+
+SECTIONS = (
+    ("learning", "Learning"),
+    ("signal", "Learning signal"),
+    ("mismatch", "Trainer and engine"),
+    ("time", "Time"),
+    ("memory", "Memory"),
+)
+"""Sections of figures: id and heading."""
+
+
+def write_report(run_path: str | Path, out_path: str | Path | None = None) -> Path:
+    """Writes the report of a run, finished or not.
+
+    Args:
+        run_path: the run folder.
+        out_path: the HTML file; None is ``report.html`` in the run folder.
+
+    Returns:
+        The file written.
+
+    Raises:
+        RunFolderError: the folder holds no run, or a damaged file.
+        MissingDependencyError: plotly or jinja2 is not installed.
+    """
+    run = RunDir.open(run_path)
+    target = Path(out_path).absolute() if out_path is not None else run.report_path
+    return run.write_text(target, render(read_run(run_path)))
+
+
+def render(run: RunData) -> str:
+    """The text of the page."""
+    jinja2, plotlyjs = _import_renderers()
+    shown = panels(run)
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.globals.update(interval=text.interval)
+    environment.filters.update(percent=text.percent, points=text.points, plain=text.plain, size=text.size)
+    template = environment.from_string(_asset("page.html"))
+    return str(
+        template.render(
+            run=run,
+            style=_asset("page.css"),
+            script=_asset("page.js"),
+            plotlyjs=plotlyjs() if shown else "",
+            figures=figures_json(shown),
+            sections=[(id, title, [p for p in shown if p.section == id]) for id, title in SECTIONS],
+            method=method_line(run),
+            headline=headline(run),
+            tiles=tiles(run),
+            warnings=warnings_of(run),
+            policy=evaluation_policy(run),
+            changed=changed_settings(run.config),
+            environment=text.flatten(run.env),
+            stage_rows=stage_rows(run),
+            token_rows=token_rows(run),
+            memory_rows=memory_owners(run),
+            peak_rows=peak_rows(run),
+            alarms=ALARMS,
+            outcomes=[name for name in OUTCOMES if any(name in part.counts for part in run.samples)],
+        )
+    )
+
+
+def _import_renderers() -> tuple[Any, Any]:
+    try:
+        import jinja2
+        from plotly.offline import get_plotlyjs
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"the report needs {error.name}, which is not installed", remedy="Run `pip install plotly jinja2`"
+        ) from error
+    return jinja2, get_plotlyjs
+
+
+def _asset(name: str) -> str:
+    return resources.files("qerl.report").joinpath("assets", name).read_text(encoding="utf-8")
+
+
+def figures_json(shown: list[Panel]) -> str:
+    """Figures by panel id, safe inside a script element."""
+    figures = {panel.id: panel.figure.to_plotly_json() for panel in shown}
+    return json.dumps(figures, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+
+
+def method_line(run: RunData) -> list[str]:
+    """What ran, in a few short labels."""
+    get = run.setting
+    labels = [str(run.summary.get("model") or get("model.path") or "")]
+    if get("quant.format"):
+        labels.append(f"{str(get('quant.format')).upper()} base")
+    if get("lora.rank"):
+        labels.append(f"LoRA rank {get('lora.rank')}")
+    if get("objective.type"):
+        labels.append(str(get("objective.type")).upper().replace("DR_GRPO", "Dr. GRPO"))
+    if get("rollout.prompts_per_step"):
+        labels.append(f"{get('rollout.prompts_per_step')} prompts × {get('rollout.group_size')} answers")
+    if get("aqn.enabled") is not None:
+        start, end, stages = get("aqn.sigma_start"), get("aqn.sigma_end"), get("aqn.num_stages")
+        on = f"AQN {get('aqn.schedule')} {text.plain(start)} → {text.plain(end)}, {stages} stages"
+        labels.append(on if get("aqn.enabled") else "AQN off")
+    if get("train.seed") is not None:
+        labels.append(f"seed {get('train.seed')}")
+    return [label for label in labels if label]
+
+
+def headline(run: RunData) -> dict[str, Any] | None:
+    """Accuracy before and after, their difference, and the drawing of their intervals."""
+    if not run.evaluations:
+        return None
+    first, last = run.evaluations[0], run.evaluations[-1]
+    before = first if first.step == 0 else None
+    after = last if last.step > 0 else None
+    after_name = "after" if run.status == "finished" else f"step {last.step}"
+    rows = [("before", before)] if before else []
+    rows += [(after_name, after)] if after else []
+    return {
+        "before": before,
+        "after": after,
+        "after_name": after_name,
+        "difference": difference(run, before, after) if before and after else None,
+        "confidence": f"{100 * last.confidence:g}%",
+        "interval": "Wilson" if (run.setting("eval.samples") or 1) == 1 else "bootstrap",
+        "rows": [(name, point, interval_drawing(point)) for name, point in rows],
+    }
+
+
+def interval_drawing(point: Evaluation) -> dict[str, float]:
+    """Where an accuracy and its interval lie on a scale from 0 to 100."""
+    low = point.low if point.low is not None else point.accuracy
+    high = point.high if point.high is not None else point.accuracy
+    return {"low": 100 * low, "width": max(100 * (high - low), 0.4), "at": 100 * point.accuracy}
+
+
+def tiles(run: RunData) -> list[tuple[str, str, str]]:
+    """Small facts under the headline: name, value, remark."""
+    planned = run.planned_steps
+    found = [("Steps", f"{run.last_step} / {planned}" if planned else str(run.last_step), "")]
+    wall = run.summary.get("wall_seconds")
+    if wall is not None:
+        found.append(("Wall time", text.seconds(wall), "with evaluation"))
+    elif run.series("time/step")[1]:
+        found.append(("Wall time", text.seconds(sum(run.series("time/step")[1])), "of the steps so far"))
+    tokens = run.series("num_tokens")[1]
+    if tokens:
+        found.append(("Tokens", text.count(tokens[-1]), "prompt + answer"))
+    speed = sorted(run.series("tokens_per_second")[1])
+    if speed:
+        found.append(("Throughput", f"{text.count(speed[len(speed) // 2])}/s", "tokens, median step"))
+    mixed = run.series("groups/mixed")[1]
+    if mixed:
+        found.append(("Mixed groups", text.percent(sum(mixed) / len(mixed)), "mean of all steps"))
+    peak = peak_memory(run)
+    if peak is not None:
+        found.append(("Peak memory", text.size(peak[1]), peak[0]))
+    return found
+
+
+def peak_memory(run: RunData) -> tuple[str, float] | None:
+    """The largest peak: what it is of, and bytes."""
+    for key, name in (("memory/reserved_gb", "GPU, reserved"), ("memory/rss_gb", "resident, process")):
+        values = run.series(key)[1]
+        if values:
+            return name, max(values) * 1e9
+    return None
+
+
+def evaluation_policy(run: RunData) -> str:
+    """The declared evaluation policy, as the end of a sentence."""
+    summary = run.summary.get("evaluation") or {}
+    stated = (summary.get("after") or summary.get("before") or {}).get("policy") or run.setting("eval") or {}
+    if not stated:
+        return "not recorded."
+    temperature = stated.get("temperature", 0.0)
+    how = "greedy decoding (temperature 0)" if temperature == 0 else f"temperature {temperature:g}"
+    if temperature != 0 and stated.get("top_p", 1.0) < 1.0:
+        how += f", top-p {stated['top_p']:g}"
+    samples = int(stated.get("samples", 1))
+    answers = "one answer a question" if samples == 1 else f"{samples} answers a question"
+    noise = stated.get("noise")
+    sigma = f" (sigma {noise['sigma']:g})" if isinstance(noise, dict) and "sigma" in noise else ""
+    aqn = f"AQN noise on in evaluation{sigma}" if noise else "AQN noise off in evaluation"
+    limit = stated.get("max_new_tokens") or run.setting("rollout.max_new_tokens")
+    longest = f", at most {limit} tokens" if limit else ""
+    count = run.evaluations[-1].count if run.evaluations else None
+    questions = f", {int(count)} held-out questions" if count else ""
+    return f"{how}, {answers}{longest}, {aqn}{questions}."
+
+
+def stage_rows(run: RunData) -> list[tuple[str, float, float]]:
+    """Stage, seconds over the run, share of their sum."""
+    seconds = run.summary.get("stage_seconds") or {
+        name: sum(run.series(f"time/{name}")[1]) for name in STAGES if run.series(f"time/{name}")[1]
+    }
+    total = sum(seconds.values())
+    rows = sorted(seconds.items(), key=lambda item: -item[1])
+    return [(name, value, value / total) for name, value in rows if value > 0]
+
+
+def token_rows(run: RunData) -> list[tuple[str, str]]:
+    """Token totals of the run."""
+    stated = run.summary.get("tokens")
+    if stated:
+        return [(str(name).replace("_", " "), f"{value:,.0f}") for name, value in text.flatten(stated).items()]
+    rows = [(name, sum(run.series(f"tokens/{name}")[1])) for name in ("prompt", "completion")]
+    return [(name, f"{value:,.0f}") for name, value in rows if value]
+
+
+def peak_rows(run: RunData) -> list[tuple[str, float]]:
+    """Peaks in bytes: predicted by phase (memory.json), measured for the process and the device."""
+    predicted = run.memory.get("predicted_peaks") or run.memory.get("phase_peaks") or {}
+    measured = run.summary.get("peak_memory") or run.memory.get("process") or {}
+    rows = {f"{name} phase, predicted": value for name, value in predicted.items()}
+    rows |= {name.removesuffix("_peak"): value for name, value in measured.items() if name.endswith("_peak")}
+    names = {"rss": "process, resident, measured", "allocated": "GPU, allocated", "reserved": "GPU, reserved"}
+    return [(names.get(name, name), value) for name, value in rows.items()]

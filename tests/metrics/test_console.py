@@ -1,0 +1,167 @@
+import io
+
+import pytest
+from rich.console import Console
+
+from qerl.metrics.console import BLOCKS, Progress, TimeLeft, duration, sparkline
+
+
+class Clock:
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def console(width=100, terminal=False):
+    return Console(file=io.StringIO(), width=width, force_terminal=terminal, highlight=False, color_system=None)
+
+
+def row(step, **changes):
+    return {
+        "step": step,
+        "reward": 0.5,
+        "accuracy": 0.25,
+        "entropy": 0.4,
+        "aqn/sigma": 0.05,
+        "tokens_per_second": 1234.0,
+        **changes,
+    }
+
+
+def test_time_left_is_the_mean_of_the_last_steps_times_those_to_come():
+    clock = Clock()
+    left = TimeLeft(100, eval_every=0, eval_after=False, clock=clock)
+    assert left.seconds(0) is None
+    for step in range(1, 21):
+        clock.now += 9.0 if step <= 10 else 2.0
+        left.add(step, {})
+    assert left.seconds(20) == pytest.approx(80 * 2.0)
+    assert left.seconds(100) == 0.0
+
+
+def test_time_left_counts_evaluations_to_come_and_keeps_past_ones_out_of_the_steps():
+    clock = Clock()
+    left = TimeLeft(10, eval_every=4, eval_after=True, clock=clock)
+    clock.now += 30.0
+    left.add(0, {"time/evaluate": 30.0})
+    for step in range(1, 5):
+        clock.now += 32.0 if step == 4 else 2.0
+        left.add(step, {"time/evaluate": 30.0 if step == 4 else 0.0})
+    # Six steps, the evaluation after step 8 and the one at the end.
+    assert left.seconds(4) == pytest.approx(6 * 2.0 + 2 * 30.0)
+
+
+def test_time_left_does_not_take_the_evaluation_before_training_for_a_step():
+    clock = Clock()
+    left = TimeLeft(10, eval_every=0, eval_after=False, clock=clock)
+    clock.now += 60.0
+    left.add(1, {"time/step": 1.5})
+    assert left.seconds(1) == pytest.approx(9 * 1.5)
+
+
+def test_plain_mode_prints_one_line_a_step_with_what_was_measured():
+    out = console()
+    progress = Progress(10, "plain", console=out, clock=Clock())
+    progress.start({"run": "runs/demo"})
+    progress.step(row(1))
+    progress.step(row(2, **{"eval/accuracy": 0.9, "eval/accuracy_low": 0.87, "eval/accuracy_high": 0.93}))
+    progress.finish({"report": "report.html"})
+    lines = out.file.getvalue().splitlines()
+    assert lines[0] == "  run  runs/demo"
+    assert lines[1].startswith(
+        "step  1/10  reward 0.500  accuracy 25.0%  entropy 0.400  sigma 0.05  tokens/s 1,234  left"
+    )
+    assert "held-out 90.0% [87.0%, 93.0%]" in lines[2]
+    assert lines[-1] == "  report  report.html"
+    assert len(lines) == 4
+
+
+def test_a_plain_line_is_not_wrapped_by_a_narrow_pipe():
+    out = console(width=20)
+    progress = Progress(10, "plain", console=out, clock=Clock())
+    progress.step(row(1))
+    assert len(out.file.getvalue().splitlines()) == 1
+
+
+@pytest.mark.parametrize("mode", ["live", "plain", "off"])
+def test_a_warning_is_shown_once_in_every_mode(mode):
+    out = console(terminal=mode == "live")
+    progress = Progress(10, mode, console=out, clock=Clock())
+    progress.start({"run": "demo"})
+    for step in (1, 2, 3):
+        progress.warn("the reward is 0: no [answer] was found")
+        progress.step(row(step))
+    progress.warn("another")
+    progress.finish()
+    text = out.file.getvalue()
+    assert text.count("warning: the reward is 0: no [answer] was found") == 1
+    assert text.count("warning: another") == 1
+
+
+def test_off_prints_nothing_else():
+    out = console()
+    progress = Progress(10, "off", console=out)
+    progress.start({"run": "demo"})
+    progress.note("evaluating")
+    progress.step(row(1))
+    progress.finish({"report": "report.html"})
+    assert out.file.getvalue() == ""
+
+
+@pytest.mark.parametrize("width", [40, 80, 160])
+def test_the_live_block_fits_the_terminal_and_ends_with_the_newest_numbers(width):
+    out = console(width=width, terminal=True)
+    progress = Progress(50, "live", console=out, clock=Clock())
+    progress.start({"run": "demo"})
+    progress.step({"step": 0, "eval/accuracy": 0.44, "time/evaluate": 2.0})
+    for step in range(1, 31):
+        progress.step(row(step, reward=step / 40, accuracy=step / 30))
+    rendered = out.render_lines(progress._render(), pad=False)
+    lines = ["".join(segment.text for segment in line) for line in rendered]
+    progress.finish()
+    assert max(map(len, lines)) <= width
+    text = "\n".join(lines)
+    assert "step 30/50" in text
+    assert "0.750" in text
+    assert "44.0%" in text
+    assert BLOCKS[-1] in text
+    assert any(line.split()[:1] == ["25"] for line in lines)
+    assert not any(line.split()[:1] == ["24"] for line in lines)
+
+
+def test_the_terminal_is_given_back_even_when_closed_twice():
+    out = console(terminal=True)
+    progress = Progress(10, "live", console=out)
+    progress.start({"run": "demo"})
+    progress.close()
+    progress.close()
+    assert out.file.getvalue().count("\x1b[?25h") == 1
+
+
+def test_auto_is_plain_off_a_terminal_and_live_on_one():
+    assert Progress(1, "auto", console=console()).mode == "plain"
+    assert Progress(1, "auto", console=console(terminal=True)).mode == "live"
+
+
+@pytest.mark.parametrize(
+    ("values", "width", "expected"),
+    [
+        ([0, 1, 2, 3, 4, 5, 6, 7], 8, BLOCKS),
+        ([7, 0], 8, "█▁"),
+        ([3, 3, 3], 8, "▁▁▁"),
+        ([0, 0, 4, 4, 8, 8, 4, 4], 4, "▁▅█▅"),
+        ([], 8, ""),
+    ],
+)
+def test_sparkline(values, width, expected):
+    assert sparkline(values, width) == expected
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [(0.4, "0s"), (59.4, "59s"), (59.6, "1m 00s"), (187, "3m 07s"), (18_720, "5h 12m")],
+)
+def test_duration(seconds, expected):
+    assert duration(seconds) == expected

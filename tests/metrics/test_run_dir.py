@@ -1,0 +1,170 @@
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from qerl.errors import RunFolderError
+from qerl.metrics.files import to_json, whole_file, whole_folder
+from qerl.metrics.run_dir import RunDir
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("file", ["config.resolved.yaml", "metrics.jsonl"])
+def test_a_folder_that_holds_a_run_is_refused_with_the_ways_out(tmp_path, file):
+    (tmp_path / file).write_text("")
+    with pytest.raises(RunFolderError, match=r"--resume.*run\.name.*delete"):
+        RunDir.create(tmp_path)
+
+
+def test_a_folder_without_a_run_is_taken_and_a_missing_one_made(tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    RunDir.create(tmp_path)
+    assert RunDir.create(tmp_path / "runs" / "demo").path.is_dir()
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+def test_a_file_is_no_run_folder(tmp_path):
+    (tmp_path / "demo").write_text("")
+    with pytest.raises(RunFolderError, match="is a file"):
+        RunDir.create(tmp_path / "demo")
+
+
+def test_opening_what_is_not_there_names_the_nearest_run(tmp_path):
+    run = RunDir.create(tmp_path / "gsm8k_aqn")
+    run.append_metrics(1, {"reward": 0.5})
+    with pytest.raises(RunFolderError, match=r"no such run folder.*gsm8k_aqn"):
+        RunDir.open(tmp_path / "gsm8k_anq")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(RunFolderError, match="holds no run"):
+        RunDir.open(tmp_path / "empty")
+    assert RunDir.open(tmp_path / "gsm8k_aqn").path == run.path
+
+
+def test_a_line_a_step_in_strict_json(tmp_path):
+    run = RunDir.create(tmp_path)
+    run.append_metrics(1, {"reward": 0.1 + 0.2, "step": 1, "policy_version": 4})
+    run.append_metrics(2, {"reward": math.nan, "grad_norm": math.inf})
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(lines[0]) == {"step": 1, "reward": 0.1 + 0.2, "policy_version": 4}
+    assert lines[1] == '{"step": 2, "reward": null, "grad_norm": null}'
+
+
+@pytest.mark.parametrize("tail", ['{"step": 3, "rew', '{"step": 3, "reward": 0.5}', "\x00\x00"])
+def test_a_line_without_its_end_is_not_read_and_makes_room_for_the_next(tmp_path, tail):
+    run = RunDir.create(tmp_path)
+    run.append_metrics(1, {"reward": 0.1})
+    run.append_metrics(2, {"reward": 0.2})
+    with run.metrics_path.open("a") as file:
+        file.write(tail)
+    assert [row["step"] for row in run.read_metrics()] == [1, 2]
+    run.append_metrics(3, {"reward": 0.3})
+    assert run.read_metrics() == [{"step": step, "reward": step / 10} for step in (1, 2, 3)]
+
+
+def test_a_half_line_alone_in_the_file_leaves_nothing(tmp_path):
+    run = RunDir.create(tmp_path)
+    run.metrics_path.write_text('{"step"')
+    assert run.read_metrics() == []
+    run.append_metrics(1, {"reward": 1.0})
+    assert run.read_metrics() == [{"step": 1, "reward": 1.0}]
+
+
+def test_a_damaged_line_in_the_middle_is_named(tmp_path):
+    run = RunDir.create(tmp_path)
+    run.metrics_path.write_text('{"step": 1}\nnot json\n{"step": 3}\n')
+    with pytest.raises(RunFolderError, match="line 2"):
+        run.read_metrics()
+
+
+def test_rewind_leaves_the_folder_as_it_was_after_the_step(tmp_path):
+    run = RunDir.create(tmp_path)
+    for step in range(6):
+        run.append_metrics(step, {"reward": step / 10})
+    for step in range(1, 6):
+        run.write_completions_text(step, "text")
+        run.write_text(run.rollout_path(step - 1), "records")
+        run.adapter_path(step - 1).mkdir(parents=True)
+        run.checkpoint(step).mkdir(parents=True)
+        run.write_evaluation(step, [{"id": "a", "accuracy": 1.0}])
+    run.write_json("summary.json", {})
+    run.write_text("report.html", "")
+    leftover = run.checkpoints_dir / ".checkpoint-9.tmp-123"
+    leftover.mkdir()
+
+    run.rewind(3, rollout=3)
+
+    assert [row["step"] for row in run.read_metrics()] == [0, 1, 2, 3]
+    assert names(run.completions_dir) == {f"step-{step:06d}.txt" for step in (1, 2, 3)}
+    assert names(run.evaluations_dir) == {f"step-{step:06d}.jsonl" for step in (1, 2, 3)}
+    assert names(run.rollouts_dir) == {f"rollout-{index:06d}.parquet" for index in (0, 1, 2)}
+    assert names(run.adapters_dir) == {f"rollout-{index:06d}" for index in (0, 1, 2)}
+    assert names(run.checkpoints_dir) == {"checkpoint-1", "checkpoint-2", "checkpoint-3"}
+    assert not run.summary_path.exists()
+    assert not run.report_path.exists()
+
+
+def test_the_latest_checkpoint_is_by_number_and_complete(tmp_path):
+    run = RunDir.create(tmp_path)
+    assert run.latest_checkpoint() is None
+    for name in ("checkpoint-9", "checkpoint-10", ".checkpoint-11.tmp-77", "checkpoint-12.old", "best"):
+        (run.checkpoints_dir / name).mkdir(parents=True)
+    (run.checkpoints_dir / "checkpoint-13").write_text("a file, not a folder")
+    assert run.latest_checkpoint() == run.checkpoints_dir / "checkpoint-10"
+    assert [step for step, _ in run.checkpoints()] == [9, 10]
+
+
+def write_half(path: Path, text: str) -> None:
+    with whole_file(path) as temporary:
+        temporary.write_text(text)
+        raise RuntimeError("half way")
+
+
+def test_a_file_appears_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "deep" / "file.txt"
+    with pytest.raises(RuntimeError, match="half way"):
+        write_half(path, "half")
+    assert names(path.parent) == set()
+    with whole_file(path) as temporary:
+        temporary.write_text("first")
+        assert not path.exists()
+    with pytest.raises(RuntimeError, match="half way"):
+        write_half(path, "second, but")
+    assert path.read_text() == "first"
+    assert names(path.parent) == {"file.txt"}
+
+
+def fill_half(path: Path) -> None:
+    with whole_folder(path) as temporary:
+        (temporary / "adapter").write_text("half")
+        raise RuntimeError("half way")
+
+
+def test_a_folder_appears_whole_and_takes_the_place_of_an_older_one(tmp_path):
+    path = tmp_path / "checkpoint-5"
+    with pytest.raises(RuntimeError, match="half way"):
+        fill_half(path)
+    assert names(tmp_path) == set()
+    for content in ("old", "new"):
+        with whole_folder(path) as temporary:
+            (temporary / content).write_text(content)
+    assert names(path) == {"new"}
+    assert names(tmp_path) == {"checkpoint-5"}
+
+
+def test_json_files_are_read_back_and_a_damaged_one_is_named(tmp_path):
+    run = RunDir.create(tmp_path)
+    assert run.read_json("summary.json") is None
+    run.write_json(run.summary_path, {"path": tmp_path, "low": -math.inf, "sites": ("a", "b"), "é": True})
+    assert run.read_json("summary.json") == {"path": str(tmp_path), "low": None, "sites": ["a", "b"], "é": True}
+    run.summary_path.write_text("{")
+    with pytest.raises(RunFolderError, match=r"summary\.json"):
+        run.read_json("summary.json")
+
+
+def test_values_without_a_json_form_are_refused():
+    with pytest.raises(TypeError, match="set"):
+        to_json({"a": {1, 2}})

@@ -1,0 +1,49 @@
+import pytest
+
+from qerl.report import text
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (None, "–"),
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "1.0 kB"),
+        (99_960, "100 kB"),
+        (999_600, "1.0 MB"),
+        (2.5e12, "2.5 TB"),
+    ],
+)
+def test_size(value, expected):
+    assert text.size(value) == expected
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [(None, "–"), (512, "512"), (9_999, "9,999"), (12_345, "12.3k"), (3_412_000, "3.41M"), (2e9, "2G")],
+)
+def test_count(value, expected):
+    assert text.count(value) == expected
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"), [(0.423, "0.42 s"), (71.3, "71 s"), (725, "12 min 05 s"), (18_725, "5 h 12 min")]
+)
+def test_seconds(value, expected):
+    assert text.seconds(value) == expected
+
+
+def test_differences_carry_a_sign():
+    assert (text.points(0.4521), text.points(-0.031)) == ("+45.2", "−3.1")
+
+
+def test_flatten_keeps_empty_mappings():
+    assert text.flatten({"a": {"b": 1, "c": {}}, "d": [1]}) == {"a.b": 1, "a.c": {}, "d": [1]}
+
+
+def test_plain_values():
+    assert (
+        text.plain({"lr": 1e-5, "on": True, "sites": ["a", "b"], "none": None})
+        == "lr 1e-05, on true, sites a, b, none none"
+    )
