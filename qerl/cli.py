@@ -146,7 +146,7 @@ def evaluate(
         base=base,
     )
     with _progress_bar() as on_progress:
-        result = evaluate_target(resolved, on_progress)
+        result = evaluate_target(resolved, warn=_warn, on_progress=on_progress)
     summary = result.to_dict()
     _print_facts(
         {
@@ -186,7 +186,7 @@ def rollout(
         base=base,
     )
     with _progress_bar() as on_progress:
-        result = sample_target(resolved, samples=n, limit=limit, out=out, on_progress=on_progress)
+        result = sample_target(resolved, samples=n, limit=limit, out=out, warn=_warn, on_progress=on_progress)
     accuracy = "nothing scorable" if result["accuracy"] is None else f"{100 * result['accuracy']:.1f} %"
     _print_facts(
         {
@@ -295,6 +295,10 @@ def _as_settings(flags: dict[str, Any]) -> list[str]:
 
 def _stderr() -> Console:
     return Console(stderr=True)
+
+
+def _warn(text: str) -> None:
+    _stderr().print(f"[yellow]warning:[/] {escape(text)}", highlight=False, soft_wrap=True)
 
 
 def _print_facts(facts: dict[str, Any]) -> None:

@@ -7,7 +7,7 @@ unquantized. Noise is off unless ``eval.noise`` says otherwise.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from qerl.metrics.behavior import behavior_rows
 from qerl.metrics.run_dir import RunDir
 from qerl.model.checkpoint import adapter_hash, adapter_lora_config, base_hash, norm_hash, resolve_model_path
 from qerl.model.spec import ModelSpec
-from qerl.records import Group, PolicyState, Rollout, SamplingSpec
+from qerl.records import Completion, Group, PolicyState, Rollout, SamplingSpec
 from qerl.reward.compose import Rewarder
 from qerl.rollout.engine import ProgressCallback
 from qerl.train.resume import read_state
@@ -120,11 +120,14 @@ def open_target(target: Target) -> Session:
     return open_session(target.config, adapter=target.adapter, with_lora=target.adapter is not None)
 
 
-def evaluate_target(target: Target, on_progress: ProgressCallback | None = None) -> EvalResult:
+def evaluate_target(
+    target: Target, *, warn: Callable[[str], None], on_progress: ProgressCallback | None = None
+) -> EvalResult:
     """Evaluate under the target's ``eval`` section on ``data.eval``.
 
     Args:
         target: what to evaluate.
+        warn: told what the user should know, e.g. how many prompts were too long.
         on_progress: passed to the engine.
 
     Raises:
@@ -140,26 +143,41 @@ def evaluate_target(target: Target, on_progress: ProgressCallback | None = None)
     if config.data.eval is None:
         raise ConfigError("there is no evaluation data", remedy="Add --data with a file, or a NAME under $QERL_DATA")
     session = open_target(target)
-    prompts, _, _ = load_prompts(config, session, config.data.eval, "test", config.data.eval_limit)
+    prompts, _, notes = load_prompts(config, session, config.data.eval, "test", config.data.eval_limit)
     max_new_tokens = config.eval.max_new_tokens or config.rollout.max_new_tokens
-    return evaluate(
-        session.engine,
-        prompts,
-        Rewarder(config.reward, max_new_tokens),
-        eval_cfg=config.eval,
-        seed=config.train.seed,
-        max_new_tokens=max_new_tokens,
-        on_progress=on_progress,
-    )
+    with Rewarder(config.reward, max_new_tokens) as rewarder:
+        result = evaluate(
+            session.engine,
+            prompts,
+            rewarder,
+            eval_cfg=config.eval,
+            seed=config.train.seed,
+            max_new_tokens=max_new_tokens,
+            on_progress=on_progress,
+        )
+        for text in [*notes, *rewarder.take_warnings()]:
+            warn(text)
+    return result
 
 
 def sample_target(
-    target: Target, *, samples: int, limit: int | None, out: Path, on_progress: ProgressCallback | None = None
+    target: Target,
+    *,
+    samples: int,
+    limit: int | None,
+    out: Path,
+    warn: Callable[[str], None],
+    on_progress: ProgressCallback | None = None,
 ) -> dict[str, Any]:
     """Sample ``samples`` answers per prompt of ``data.train``, score them, and write the behavior records.
 
     Args:
+        target: what to sample from.
+        samples: answers per prompt.
+        limit: only the first prompts.
         out: folder to write; it gets ``config.resolved.yaml``, ``env.json`` and ``rollouts/rollout-000000.parquet``.
+        warn: told what the user should know.
+        on_progress: passed to the engine.
 
     Returns:
         ``path`` of the parquet file, ``answers``, ``accuracy`` (None when nothing was scorable), and the engine's counters.
@@ -174,7 +192,7 @@ def sample_target(
     run = RunDir(out)
     run.refuse_a_run()
     session = open_target(target)
-    prompts, _, _ = load_prompts(config, session, config.data.train, "train", limit)
+    prompts, _, notes = load_prompts(config, session, config.data.train, "train", limit)
     sampling = SamplingSpec(
         temperature=config.rollout.temperature,
         top_p=config.rollout.top_p,
@@ -185,33 +203,15 @@ def sample_target(
         stream=SAMPLING_STREAM,
     )
     completions, stats = session.engine.generate(prompts, sampling, group_size=samples, on_progress=on_progress)
-    scores = Rewarder(config.reward, config.rollout.max_new_tokens).score(completions)
+    with Rewarder(config.reward, config.rollout.max_new_tokens) as rewarder:
+        scores = rewarder.score(completions)
+        for text in [*notes, *rewarder.take_warnings()]:
+            warn(text)
     weights_hash = base_hash(session.model)
-    rollout = Rollout(
-        index=0,
-        group_size=samples,
-        completions=completions,
-        sampling=sampling,
-        policy=PolicyState(
-            policy_version=target.updates,
-            adapter_hash=adapter_hash(session.model),
-            norm_hash=norm_hash(session.model),
-            base_format=config.quant.format,
-            base_hash=weights_hash,
-            noise=None,
-        ),
-        engine=session.engine.name,
-        kernels=session.kernels,
-        cache_state="empty",
-        stats=stats,
-    )
+    rollout = _record(target, session, sampling, samples, completions, stats, weights_hash)
     groups = [
-        Group(
-            prompt=prompt,
-            completions=completions[i * samples : (i + 1) * samples],
-            scores=tuple(scores[i * samples : (i + 1) * samples]),
-        )
-        for i, prompt in enumerate(prompts)
+        Group(prompt=prompt, completions=completions[i : i + samples], scores=tuple(scores[i : i + samples]))
+        for i, prompt in zip(range(0, len(completions), samples), prompts, strict=True)
     ]
     run = RunDir.create(out)
     path = run.write_rollout_parquet(0, behavior_rows(rollout, groups), run_facts=run_facts(session, weights_hash))
@@ -220,3 +220,34 @@ def sample_target(
     scorable = [score.outcome.value for score in scores if score.reward is not None]
     accuracy = scorable.count("correct") / len(scorable) if scorable else None
     return {**stats, "path": path, "answers": len(completions), "accuracy": accuracy}
+
+
+def _record(
+    target: Target,
+    session: Session,
+    sampling: SamplingSpec,
+    samples: int,
+    completions: tuple[Completion, ...],
+    stats: dict[str, float],
+    weights_hash: str,
+) -> Rollout:
+    """The answers with the identity of the policy they came from; its noise is off."""
+    policy = PolicyState(
+        policy_version=target.updates,
+        adapter_hash=adapter_hash(session.model),
+        norm_hash=norm_hash(session.model),
+        base_format=target.config.quant.format,
+        base_hash=weights_hash,
+        noise=None,
+    )
+    return Rollout(
+        index=0,
+        group_size=samples,
+        completions=completions,
+        sampling=sampling,
+        policy=policy,
+        engine=session.engine.name,
+        kernels=session.kernels,
+        cache_state="empty",
+        stats=stats,
+    )
