@@ -116,31 +116,6 @@ def behavior_schema() -> pa.Schema:
     import pyarrow as pa
 
     text, token_ids, logprobs = pa.string(), pa.list_(pa.int32()), pa.list_(pa.float32())
-    noise = pa.struct(
-        [
-            ("seed", pa.uint64()),
-            ("stream", text),
-            ("rollout", pa.int64()),
-            ("scope", text),
-            ("key", pa.int64()),
-            ("stage", pa.int32()),
-            ("sigma", pa.float64()),
-            ("magnitude", text),
-            ("sites", pa.list_(text)),
-        ]
-    )
-    sampling = pa.struct(
-        [
-            ("temperature", pa.float64()),
-            ("top_p", pa.float64()),
-            ("top_k", pa.int64()),
-            ("min_p", pa.float64()),
-            ("max_new_tokens", pa.int64()),
-            ("seed", pa.uint64()),
-            ("stream", text),
-            ("rollout", pa.int64()),
-        ]
-    )
     return pa.schema(
         [
             ("prompt_id", text),
@@ -166,11 +141,46 @@ def behavior_schema() -> pa.Schema:
             ("norm_hash", text),
             ("base_format", text),
             ("base_hash", text),
-            ("noise", noise),
-            ("sampling", sampling),
+            ("noise", _noise_type()),
+            ("sampling", _sampling_type()),
             ("engine", text),
             ("kernels", pa.map_(text, text)),
             ("cache_state", text),
+        ]
+    )
+
+
+def _noise_type() -> pa.DataType:
+    import pyarrow as pa
+
+    return pa.struct(
+        [
+            ("seed", pa.uint64()),
+            ("stream", pa.string()),
+            ("rollout", pa.int64()),
+            ("scope", pa.string()),
+            ("key", pa.int64()),
+            ("stage", pa.int32()),
+            ("sigma", pa.float64()),
+            ("magnitude", pa.string()),
+            ("sites", pa.list_(pa.string())),
+        ]
+    )
+
+
+def _sampling_type() -> pa.DataType:
+    import pyarrow as pa
+
+    return pa.struct(
+        [
+            ("temperature", pa.float64()),
+            ("top_p", pa.float64()),
+            ("top_k", pa.int64()),
+            ("min_p", pa.float64()),
+            ("max_new_tokens", pa.int64()),
+            ("seed", pa.uint64()),
+            ("stream", pa.string()),
+            ("rollout", pa.int64()),
         ]
     )
 
