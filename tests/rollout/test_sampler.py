@@ -135,6 +135,19 @@ def test_impossible_tokens_are_never_chosen_at_either_end(spec):
     assert torch.isfinite(chosen.behavior_logprobs_B).all()
 
 
+@pytest.mark.parametrize(
+    ("weights", "target", "index"),
+    [
+        ([1.0, 1.0], 1.0, 1),  # each token's interval holds its lower end
+        ([0.0, 1.0], -1e-17, 1),  # what rounding leaves of a target may lie below 0
+        ([1.0, 2.0, 0.0], 3.0, 1),  # or reach the sum
+    ],
+)
+def test_inversion_lands_on_a_positive_weight_at_the_ends_and_under_rounding(weights, target, index):
+    found, _ = sampler._first_above(torch.tensor([weights], dtype=torch.float64), torch.tensor([target]))
+    assert found.item() == index
+
+
 @given(
     st.lists(st.floats(-200, 50, width=32), min_size=2, max_size=300),
     st.sampled_from([SMALLEST_UNIFORM, 0.5, LARGEST_UNIFORM]),
