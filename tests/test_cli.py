@@ -12,6 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from qerl.cli import app
+from qerl.data.synthetic import arithmetic_problems
 from qerl.metrics.behavior import read_behavior
 from qerl.metrics.run_dir import RunDir
 from qerl.model.checkpoint import resolve_model_path
@@ -58,11 +59,20 @@ def refused(*arguments: str | Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory) -> Path:
-    """A folder with one finished run, ``tiny``."""
+def tiny_run(tmp_path_factory) -> tuple[str, ...]:
+    """Settings of a run of seconds: few rows, so that little is rendered and tokenized."""
     folder = tmp_path_factory.mktemp("runs")
-    ok("train", *TINY_RUN, f"run.dir={folder}")
-    return folder
+    rows = [{"question": problem.question, "answer": problem.answer} for problem in arithmetic_problems("train", 16)]
+    data = folder / "train.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return (*TINY_RUN, f"data.train={data}", f"run.dir={folder}")
+
+
+@pytest.fixture(scope="module")
+def run_folder(tiny_run) -> Path:
+    """The folder of one finished run."""
+    ok("train", *tiny_run)
+    return Path(tiny_run[-1].removeprefix("run.dir=")) / "tiny"
 
 
 def test_help_lists_the_verbs_and_each_verb_has_examples():
@@ -135,57 +145,57 @@ def test_a_truncated_weight_file_is_named(tmp_path):
     assert "model.safetensors" in text
 
 
-def test_dry_run_prints_the_plan_and_writes_nothing(tmp_path):
-    text = ok("train", *TINY_RUN, f"run.dir={tmp_path}", "--dry-run")
+def test_dry_run_prints_the_plan_and_writes_nothing(tiny_run, tmp_path):
+    text = ok("train", *tiny_run, f"run.dir={tmp_path}", "--dry-run")
     assert "denominator: behavior" in text
     assert "base_weights" in text
     assert list(tmp_path.iterdir()) == []
 
 
-def test_train_writes_the_run_folder_and_refuses_it_the_second_time(runs):
-    run = RunDir.open(runs / "tiny")
+def test_train_writes_the_run_folder_and_refuses_it_the_second_time(run_folder, tiny_run):
+    run = RunDir.open(run_folder)
     assert [row["step"] for row in run.read_metrics()] == [0, 1, 2]
     assert [step for step, _ in run.checkpoints()] == [1, 2]
     for path in (run.config_path, run.env_path, run.summary_path, run.memory_path, run.report_path):
         assert path.is_file(), path
-    assert "already holds a run" in refused("train", *TINY_RUN, f"run.dir={runs}")
-    assert "the run is complete" in refused("train", *TINY_RUN, f"run.dir={runs}", "--resume")
-    changed = refused("train", *TINY_RUN, f"run.dir={runs}", "optim.lr=1e-3", "--resume")
+    assert "already holds a run" in refused("train", *tiny_run)
+    assert "the run is complete" in refused("train", *tiny_run, "--resume")
+    changed = refused("train", *tiny_run, "optim.lr=1e-3", "--resume")
     assert "optim.lr" in changed
 
 
-def test_eval_of_a_run_uses_its_newest_checkpoint_and_agrees_with_the_run(runs, tmp_path):
+def test_eval_of_a_run_uses_its_newest_checkpoint_and_agrees_with_the_run(run_folder, tmp_path):
     out = tmp_path / "eval.json"
-    text = ok("eval", runs / "tiny", "--out", out)
+    text = ok("eval", run_folder, "--out", out)
     assert "checkpoint-2" in text
     assert "95% interval" in text
     saved = json.loads(out.read_text())
-    after = RunDir.open(runs / "tiny").read_json("summary.json")["evaluation"]["after"]
+    after = RunDir.open(run_folder).read_json("summary.json")["evaluation"]["after"]
     assert saved["accuracy"] == after["accuracy"]
     assert saved["mean_length"] == after["mean_length"]
     assert len(saved["rows"]) == saved["count"] == 8
 
 
-def test_eval_of_the_base_agrees_with_the_run_before_training(runs, tmp_path):
+def test_eval_of_the_base_agrees_with_the_run_before_training(run_folder, tmp_path):
     out = tmp_path / "eval.json"
-    assert "base without adapter" in ok("eval", runs / "tiny", "--base", "--out", out)
-    before = RunDir.open(runs / "tiny").read_json("summary.json")["evaluation"]["before"]
+    assert "base without adapter" in ok("eval", run_folder, "--base", "--out", out)
+    before = RunDir.open(run_folder).read_json("summary.json")["evaluation"]["before"]
     assert json.loads(out.read_text())["accuracy"] == before["accuracy"]
 
 
-def test_eval_takes_a_checkpoint_as_adapter_of_a_model(runs, tmp_path):
+def test_eval_takes_a_checkpoint_as_adapter_of_a_model(run_folder, tmp_path):
     first, second = tmp_path / "first.json", tmp_path / "second.json"
-    adapter = RunDir(runs / "tiny").checkpoint(1)
+    adapter = RunDir(run_folder).checkpoint(1)
     ok("eval", "demo", *SMALL[1:], "quant.format=nvfp4", "--adapter", adapter, "--out", first)
-    ok("eval", runs / "tiny", "--checkpoint", "1", "--out", second)
+    ok("eval", run_folder, "--checkpoint", "1", "--out", second)
     same = ("accuracy", "mean_length", "rows")
     assert [json.loads(first.read_text())[key] for key in same] == [json.loads(second.read_text())[key] for key in same]
 
 
-def test_eval_of_a_run_refuses_what_does_not_go_with_it(runs):
-    text = refused("eval", runs / "tiny", "--checkpoint", "7")
+def test_eval_of_a_run_refuses_what_does_not_go_with_it(run_folder):
+    text = refused("eval", run_folder, "--checkpoint", "7")
     assert "a step of 1, 2" in text
-    assert "brings its own configuration" in refused("eval", runs / "tiny", "configs/demo.yaml")
+    assert "brings its own configuration" in refused("eval", run_folder, "configs/demo.yaml")
 
 
 def test_a_bare_model_is_taken_as_it_is_stored():
@@ -212,9 +222,9 @@ def test_quantize_writes_a_checkpoint_that_evaluates_as_the_quantized_model(tmp_
     assert json.loads(at_load.read_text())["rows"] == json.loads(stored.read_text())["rows"]
 
 
-def test_report_can_be_made_again_elsewhere(runs, tmp_path):
+def test_report_can_be_made_again_elsewhere(run_folder, tmp_path):
     out = tmp_path / "page.html"
-    assert str(out) in ok("report", runs / "tiny", "--out", out)
+    assert str(out) in ok("report", run_folder, "--out", out)
     assert "<html" in out.read_text()
 
 

@@ -173,7 +173,8 @@ def _problems_of(error: ValidationError, values: dict[str, Any], origins: dict[_
 
 def _key_path(loc: tuple[int | str, ...]) -> _Path:
     """The part of a pydantic location that leads to a key; union tags and list indices after it are left out."""
-    known, path = all_keys(), ()
+    known = all_keys()
+    path: _Path = ()
     for part in map(str, loc):
         path = (*path, part)
         if len(path) > 1 and ".".join(path) in known:
