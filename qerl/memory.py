@@ -1,0 +1,165 @@
+"""The memory ledger: bytes by owner, predicted from shapes and the configuration, then measured.
+
+Prediction needs no weights and no device. Owners are disjoint. 1 GB = 1e9 bytes.
+
+========================  =====================================================================================
+base_weights              decoder linears as stored (packed codes, scales, biases)
+dense_cache               dequantized copies beside them (``quant.dense_cache``)
+embeddings                embedding matrix, and the LM head when it is not tied
+norms                     float32 RMSNorm scales, and the reference copy when a KL term needs one
+adapters                  float32 LoRA masters
+gradients                 float32, one per trained parameter
+optimizer                 AdamW moments, two float32 per trained parameter
+kv_cache                  keys and values of all slots at full length; exists during a rollout only
+activations               saved for backward by one micro-batch of ``train.token_budget`` tokens; training only
+========================  =====================================================================================
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from qerl.config.schema import PROJECTIONS, Config
+from qerl.formats import get_format
+from qerl.model.decoder import Decoder
+from qerl.model.spec import GroupShape, ModelSpec
+
+ITEMSIZE = {"float32": 4, "bfloat16": 2}
+PHASE_OWNERS = {"rollout": ("kv_cache",), "training": ("gradients", "activations")}
+"""Owners that exist in one phase only; all others are resident throughout."""
+
+
+def adapter_parameters(spec: ModelSpec, rank: int, targets: tuple[str, ...] = PROJECTIONS) -> int:
+    """LoRA parameters: rank * (d_in + d_out) for each targeted projection."""
+    return spec.num_layers * sum(
+        rank * (group.in_features + rows)
+        for group in spec.groups()
+        for name, rows in zip(group.parts, group.sizes, strict=True)
+        if name in targets
+    )
+
+
+def trained_norm_parameters(spec: ModelSpec, config: Config) -> int:
+    """Norm scales that receive gradients."""
+    return 2 * spec.num_layers * spec.hidden_size if config.lora.train_norms else 0
+
+
+def predict(config: Config, spec: ModelSpec, *, device_type: str, max_num_seqs: int) -> dict[str, int]:
+    """Bytes by owner.
+
+    Args:
+        config: the run's configuration; ``quant.overrides`` are not looked at (the format of most layers decides).
+        spec: the model's shapes.
+        device_type: ``cpu`` or ``cuda``; decides ``dense_cache: auto``.
+        max_num_seqs: KV slots.
+    """
+    itemsize = ITEMSIZE[config.model.dtype]
+    groups = spec.groups()
+    biases = sum(group.out_features for group in groups if group.bias)
+    trained = adapter_parameters(spec, config.lora.rank, config.lora.targets) + trained_norm_parameters(spec, config)
+    norm_copies = 2 if config.objective.kl_coef > 0 else 1
+    head_copies = 1 if spec.tie_embeddings else 2
+    length = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
+    return {
+        "base_weights": spec.num_layers * (sum(_stored(config, g, itemsize) for g in groups) + biases * itemsize),
+        "dense_cache": spec.num_layers * sum(g.out_features * g.in_features for g in groups) * itemsize
+        if uses_dense_cache(config, device_type)
+        else 0,
+        "embeddings": head_copies * spec.vocab_size * spec.hidden_size * itemsize,
+        "norms": 4 * norm_copies * _norm_parameters(spec),
+        "adapters": 4 * adapter_parameters(spec, config.lora.rank, config.lora.targets),
+        "gradients": 4 * trained,
+        "optimizer": 8 * trained,
+        "kv_cache": 2 * spec.num_layers * max_num_seqs * length * spec.kv_size * itemsize,
+        "activations": _activations(config, spec, itemsize),
+    }
+
+
+def uses_dense_cache(config: Config, device_type: str) -> bool:
+    """Whether dequantized copies are kept: never for the bf16 format, by default on the CPU only."""
+    if config.quant.format == "bf16" or config.quant.dense_cache == "off":
+        return False
+    return config.quant.dense_cache == "on" or device_type == "cpu"
+
+
+def _stored(config: Config, group: GroupShape, itemsize: int) -> int:
+    shape = (group.out_features, group.in_features)
+    if config.quant.format == "bf16":
+        return shape[0] * shape[1] * itemsize
+    return get_format(config.quant.format).nbytes(shape, segments=len(group.parts))
+
+
+def _norm_parameters(spec: ModelSpec) -> int:
+    per_layer = 2 * spec.hidden_size + (2 * spec.head_dim if spec.qk_norm else 0)
+    return spec.num_layers * per_layer + spec.hidden_size
+
+
+def _activations(config: Config, spec: ModelSpec, itemsize: int) -> int:
+    """Values kept for backward per token and layer, by counting the tensors autograd saves in ``model/decoder.py``.
+
+    Residual and normed inputs (4 hidden), q and attention output (2 q), k and v (2 kv), gate, up and their product
+    (3 inner), and the LoRA shrink outputs (rank each). With checkpointing: one hidden vector a layer, and one layer whole.
+    """
+    tokens = config.train.token_budget
+    wide = 4 * spec.hidden_size + 2 * spec.q_size + 2 * spec.kv_size + 3 * spec.intermediate_size
+    per_layer = wide + config.lora.rank * len(config.lora.targets)
+    if config.train.checkpointing:
+        return tokens * itemsize * (spec.num_layers * spec.hidden_size + per_layer)
+    return tokens * itemsize * spec.num_layers * per_layer
+
+
+def phase_peaks(owners: dict[str, int]) -> dict[str, int]:
+    """Predicted bytes of each phase: what is resident plus what the phase brings."""
+    transient = {name for names in PHASE_OWNERS.values() for name in names}
+    resident = sum(size for name, size in owners.items() if name not in transient)
+    return {phase: resident + sum(owners[name] for name in names) for phase, names in PHASE_OWNERS.items()}
+
+
+def measure_resident(model: Decoder, optimizer: torch.optim.Optimizer | None) -> dict[str, int]:
+    """Bytes of the tensors that exist, under the owners that outlive a phase. Shared storage is counted once."""
+    linears = list(model.grouped_linears())
+    adapters = [p for linear in linears if linear.lora is not None for p in linear.lora.parameters()]
+    head = [] if model.lm_head is None else [model.lm_head]
+    norms = [p for name, p in model.named_parameters() if name.endswith("norm")]
+    references = [norm for layer in model.layers for norm in layer.reference_norms.values()]
+    owners = {
+        "base_weights": sum(linear.weight.nbytes() for linear in linears) + _bytes(linear.bias_O for linear in linears),
+        "dense_cache": _bytes(linear.dense_OI for linear in linears if linear.weight.format != "bf16"),
+        "embeddings": _bytes([model.embed_tokens, *head]),
+        "norms": _bytes([*norms, *references]),
+        "adapters": _bytes(adapters),
+    }
+    if optimizer is not None:
+        moments = (value for state in optimizer.state.values() for value in state.values())
+        owners["optimizer"] = _bytes(value for value in moments if torch.is_tensor(value) and value.dim() > 0)
+    return owners
+
+
+def _bytes(tensors: Iterable[Tensor | None]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor is not None)
+
+
+def process_bytes() -> dict[str, int]:
+    """Current and peak resident set of this process in bytes."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    statm = Path("/proc/self/statm")
+    current = int(statm.read_text().split()[1]) * resource.getpagesize() if statm.exists() else peak
+    return {"rss": current, "rss_peak": peak}
+
+
+def device_bytes(device: torch.device) -> dict[str, int]:
+    """Allocator figures of a CUDA device in bytes; empty for the CPU."""
+    if device.type != "cuda":
+        return {}
+    return {
+        "allocated": torch.cuda.memory_allocated(device),
+        "allocated_peak": torch.cuda.max_memory_allocated(device),
+        "reserved": torch.cuda.memory_reserved(device),
+        "reserved_peak": torch.cuda.max_memory_reserved(device),
+    }

@@ -1,0 +1,167 @@
+"""The learning pass of one rollout: log-probs, surrogate, backward, optimizer updates.
+
+Legend: T packed tokens, N answer tokens, S sequences.
+
+Which policy is trained and what it is divided by (``docs/objectives.md`` has the table):
+
+* noise ``replayed``: the trainer's passes see the rollout's own noise; ``absent``: they see none.
+* denominator ``behavior``: the engine's recorded log-probs; ``recomputed``: a pass of the trainer's own at the
+  parameters that sampled, over the same micro-batches, so that the ratio of the first update is exactly 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from qerl.config.schema import Config
+from qerl.kernels.token_logprobs import token_logprobs
+from qerl.model.aqn import Noise
+from qerl.model.attention import PackedSequences
+from qerl.model.decoder import Decoder
+from qerl.objective.batch import Sample, pack, split_minibatches
+from qerl.objective.loss import Divisors, divisors, importance_weights, surrogate, token_weights
+from qerl.records import TrainBatch
+from qerl.train.learn_stats import LearnStats
+from qerl.train.optimizer import apply_update, learning_rate
+from qerl.train.timing import StageTimer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatch:
+    """A packed batch with the log-probs of the frozen policies it is compared with."""
+
+    batch: TrainBatch
+    old_N: Tensor | None
+    """Trainer's log-probs at the sampling parameters; None with the behavior denominator."""
+    reference_N: Tensor | None
+    """Log-probs of the reference; None without a KL term."""
+
+
+def policy_logprobs(
+    model: Decoder,
+    batch: TrainBatch,
+    temperature: float,
+    *,
+    noise: Noise | None,
+    reference: bool = False,
+    checkpointing: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Log-prob of every answer token under softmax(logits / temperature), and the entropy at its position.
+
+    Args:
+        noise: the noise that the pass sees.
+        reference: score the reference instead: adapters off, initial norms.
+
+    Returns:
+        (logprobs_N, entropy_N), float32, nats.
+    """
+    context = PackedSequences(batch.cu_seqlens_S1, batch.positions_T)
+    hidden_TD = model(
+        batch.tokens_T,
+        context,
+        noise=noise,
+        adapters=not reference,
+        reference=reference,
+        checkpointing=checkpointing,
+    )
+    return token_logprobs(hidden_TD[batch.predictor_N], model.head_weight, batch.targets_N, temperature=temperature)
+
+
+def learn(
+    config: Config,
+    model: Decoder,
+    optimizer: torch.optim.Optimizer,
+    samples: Sequence[Sequence[Sample]],
+    *,
+    noise: Noise | None,
+    completed: int,
+    timer: StageTimer,
+) -> LearnStats:
+    """All optimizer updates of one rollout.
+
+    Args:
+        samples: samples by group, from ``objective.batch.make_samples``.
+        noise: the rollout's noise (None when it had none).
+        completed: updates made before this rollout.
+        timer: receives the stages ``logprobs``, ``backward`` and ``optimizer``.
+
+    Returns:
+        Sums from which the step's metrics are made.
+
+    Raises:
+        TrainingError: a gradient is not finite.
+    """
+    replayed = noise if config.objective.noise == "replayed" else None
+    updates = config.optim.updates_per_rollout
+    minibatches = split_minibatches(samples, updates)
+    device = model.device
+    with timer.stage("logprobs"), torch.no_grad():
+        prepared = [
+            [
+                _with_frozen_logprobs(config, model, batch, replayed)
+                for batch in pack(part, config.train.token_budget, device)
+            ]
+            for part in minibatches
+        ]
+    stats = LearnStats()
+    for index, (part, micro_batches) in enumerate(zip(minibatches, prepared, strict=True)):
+        counts = divisors(part, samples, updates, config.rollout.max_new_tokens)
+        with timer.stage("backward"):
+            for micro in micro_batches:
+                _backward(config, model, micro, counts, replayed, stats, on_policy=index == 0)
+        lr = learning_rate(completed + index, config.planned_updates, config.optim)
+        with timer.stage("optimizer"):
+            if any(sample.in_loss for sample in part):
+                stats.add_update(apply_update(optimizer, lr, config.optim.max_grad_norm, completed + index + 1), lr)
+            else:
+                optimizer.zero_grad(set_to_none=True)
+                stats.skipped_updates += 1
+    return stats
+
+
+def _with_frozen_logprobs(config: Config, model: Decoder, batch: TrainBatch, noise: Noise | None) -> MicroBatch:
+    temperature = config.rollout.temperature
+    old_N = reference_N = None
+    if config.objective.denominator == "recomputed":
+        old_N, _ = policy_logprobs(model, batch, temperature, noise=noise)
+    if config.objective.kl_coef > 0.0:
+        reference_N, _ = policy_logprobs(model, batch, temperature, noise=None, reference=True)
+    return MicroBatch(batch=batch, old_N=old_N, reference_N=reference_N)
+
+
+def _backward(
+    config: Config,
+    model: Decoder,
+    micro: MicroBatch,
+    counts: Divisors,
+    noise: Noise | None,
+    stats: LearnStats,
+    *,
+    on_policy: bool,
+) -> None:
+    objective, batch = config.objective, micro.batch
+    logprobs_N, entropy_N = policy_logprobs(
+        model, batch, config.rollout.temperature, noise=noise, checkpointing=config.train.checkpointing
+    )
+    denominator_N = batch.behavior_logprobs_N if micro.old_N is None else micro.old_N
+    cap = None if objective.is_cap == "off" else objective.is_cap
+    importance_N = None
+    if micro.old_N is not None:
+        importance_N = importance_weights(micro.old_N, batch.behavior_logprobs_N, cap)
+    result = surrogate(
+        logprobs_N,
+        denominator_N,
+        batch.advantages_S[batch.sequence_N],
+        token_weights(batch, objective.type, counts),
+        clip_low=objective.clip_low,
+        clip_high=objective.clip_high,
+        importance_N=importance_N,
+        reference_N=micro.reference_N,
+        kl_coef=objective.kl_coef,
+    )
+    result.loss.backward()
+    stats.add_micro_batch(batch, logprobs_N.detach(), entropy_N.detach(), result, importance_N, on_policy=on_policy)

@@ -1,0 +1,241 @@
+"""The whole algorithm: sample, score, learn, record, again.
+
+``Trainer.step`` is one rollout step, top to bottom; everything it calls lives in the folder of its stage. Order within a
+run: layout gate, evaluation before, steps (each may evaluate and save), evaluation after, summary, report.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from qerl.config.schema import Config
+from qerl.data.prompts import PromptSampler
+from qerl.eval.evaluate import EvalResult, evaluate
+from qerl.metrics.behavior import behavior_rows
+from qerl.metrics.console import Progress
+from qerl.metrics.files import whole_folder
+from qerl.metrics.run_dir import RunDir
+from qerl.metrics.writer import MetricsWriter
+from qerl.model.checkpoint import save_adapter
+from qerl.objective.advantage import advantages
+from qerl.objective.batch import make_samples
+from qerl.records import Group, Prompt, Rollout, SamplingSpec
+from qerl.reward.compose import Rewarder
+from qerl.train import step_metrics
+from qerl.train.completions_text import completions_text
+from qerl.train.learn import learn
+from qerl.train.policy_version import ActivePolicy, activate_policy, assert_clean_scales, evaluation_noise
+from qerl.train.resume import TrainState, prune_checkpoints, save_checkpoint
+from qerl.train.session import Session
+from qerl.train.stop import StopRequest
+from qerl.train.timing import StageTimer
+from qerl.train.warnings import config_warnings, step_warnings
+
+
+@dataclass(slots=True, kw_only=True)
+class Trainer:
+    """The live objects of one run. ``train.run.train`` builds it."""
+
+    config: Config
+    run: RunDir
+    session: Session
+    optimizer: torch.optim.Optimizer
+    sampler: PromptSampler
+    eval_prompts: Sequence[Prompt]
+    rewarder: Rewarder
+    writer: MetricsWriter
+    progress: Progress
+    state: TrainState
+    timer: StageTimer
+    run_facts: dict[str, str]
+    dropped_prompts: int
+    began: float
+    """Clock reading up to which ``state.wall_seconds`` counts."""
+    peak_kv_bytes: int = 0
+
+    def fit(self, stop: StopRequest, stop_after: int | None = None) -> bool:
+        """Run to the end of the plan, to ``stop_after``, or to a stop request; whether the plan was finished."""
+        config, state = self.config, self.state
+        for text in config_warnings(config):
+            self.warn(text)
+        if state.step == 0 and config.eval.before and self.eval_prompts:
+            self.finish_step(self.evaluate("before") | {"policy_version": 0}, save=False)
+        while state.step < config.train.steps:
+            metrics = self.step()
+            last = state.step == config.train.steps
+            leaving = last or stop.requested or state.step == stop_after
+            if self.eval_prompts and _due(config.eval.every, state.step) and not last:
+                metrics |= self.evaluate(f"step {state.step}")
+            if last and config.eval.after and self.eval_prompts:
+                metrics |= self.evaluate("after")
+            self.finish_step(metrics, save=leaving or _due(config.train.save_every, state.step))
+            if leaving and not last:
+                return False
+        return True
+
+    def step(self) -> dict[str, float]:
+        """One rollout step: prompts -> answers -> rewards -> advantages -> updates. Returns its metrics."""
+        config, state, timer = self.config, self.state, self.timer
+        started = time.perf_counter()
+        prompts = self.sampler.next(config.rollout.prompts_per_step)
+        with timer.stage("noise"):
+            policy = activate_policy(
+                config, self.session.model, base_hash=state.base_hash, rollout=state.step, completed=state.updates
+            )
+        with timer.stage("save"):
+            self.keep_adapter()
+        with timer.stage("rollout"):
+            rollout = self.sample(prompts, policy)
+        with timer.stage("noise"):
+            assert_clean_scales(self.session.model, policy)
+        with timer.stage("reward"):
+            groups = self.score(rollout)
+        values = advantages([[s.reward for s in group.scores] for group in groups], config.objective.advantage)
+        samples = make_samples(groups, values, mask_truncated=config.objective.mask_truncated)
+        stats = learn(
+            config,
+            self.session.model,
+            self.optimizer,
+            samples,
+            noise=policy.noise,
+            completed=state.updates,
+            timer=timer,
+        )
+        metrics: dict[str, float] = {
+            **step_metrics.group_metrics(groups),
+            **step_metrics.rollout_metrics(rollout),
+            **step_metrics.sample_metrics(samples),
+            **step_metrics.noise_metrics(policy.state, policy.noise, self.session.model),
+            **stats.metrics(),
+        }
+        with timer.stage("save"):
+            self.keep_records(rollout, groups)
+        state.step += 1
+        state.updates += config.optim.updates_per_rollout
+        state.tokens += int(metrics["tokens/prompt"] + metrics["tokens/completion"])
+        state.completion_tokens += int(metrics["tokens/completion"])
+        seconds = time.perf_counter() - started
+        return metrics | {
+            "policy_version": state.updates,
+            "num_tokens": state.tokens,
+            "epoch": self.sampler.epochs,
+            "dropped_prompts": self.dropped_prompts,
+            "time/step": seconds,
+            "tokens_per_second": (metrics["tokens/prompt"] + metrics["tokens/completion"]) / seconds,
+            "rollout/tokens_per_second": metrics["tokens/completion"] / rollout.stats["seconds"],
+        }
+
+    def sample(self, prompts: Sequence[Prompt], policy: ActivePolicy) -> Rollout:
+        """Answers of the active policy."""
+        config, engine = self.config, self.session.engine
+        rollout = config.rollout
+        sampling = SamplingSpec(
+            temperature=rollout.temperature,
+            top_p=rollout.top_p,
+            top_k=rollout.top_k,
+            min_p=rollout.min_p,
+            max_new_tokens=rollout.max_new_tokens,
+            seed=config.train.seed,
+            rollout=self.state.step,
+        )
+        completions, stats = engine.generate(prompts, sampling, group_size=rollout.group_size, noise=policy.noise)
+        self.peak_kv_bytes = max(self.peak_kv_bytes, int(stats["kv_bytes"]))
+        return Rollout(
+            index=self.state.step,
+            group_size=rollout.group_size,
+            completions=completions,
+            sampling=sampling,
+            policy=policy.state,
+            engine=engine.name,
+            kernels=self.session.kernels,
+            cache_state="empty",
+            stats=stats,
+        )
+
+    def score(self, rollout: Rollout) -> list[Group]:
+        """Rewards and outcomes, by group."""
+        scores = self.rewarder.score(rollout.completions)
+        for text in self.rewarder.take_warnings():
+            self.warn(text)
+        size = rollout.group_size
+        return [
+            Group(
+                prompt=rollout.completions[i].prompt,
+                completions=tuple(rollout.completions[i : i + size]),
+                scores=tuple(scores[i : i + size]),
+            )
+            for i in range(0, len(scores), size)
+        ]
+
+    def evaluate(self, moment: str) -> dict[str, float]:
+        """Evaluate under the declared policy; ``moment`` is ``before``, ``after`` or ``step N``."""
+        config, state = self.config, self.state
+        with self.timer.stage("evaluate"):
+            noise = evaluation_noise(config, self.session.model, step=state.step, completed=state.updates)
+            result: EvalResult = evaluate(
+                self.session.engine,
+                self.eval_prompts,
+                self.rewarder,
+                eval_cfg=config.eval,
+                seed=config.train.seed,
+                max_new_tokens=config.eval.max_new_tokens or config.rollout.max_new_tokens,
+                noise=noise,
+            )
+            self.run.write_evaluation(state.step, result.rows)
+        state.evaluations[moment] = result.to_dict() | {"step": state.step}
+        self.progress.note(f"evaluation {moment}: {result.headline()}")
+        return result.metrics()
+
+    def keep_adapter(self) -> None:
+        """Keep the adapter this rollout samples with, so that its records can be scored again."""
+        every = self.config.train.save_adapter_every
+        if every and self.state.step % every == 0:
+            with whole_folder(self.run.adapter_path(self.state.step)) as folder:
+                save_adapter(self.session.model, folder, base_path=str(self.session.model_path), lora=self.config.lora)
+
+    def keep_records(self, rollout: Rollout, groups: Sequence[Group]) -> None:
+        """Behavior records for machines, some answers as text for people."""
+        self.run.write_rollout_parquet(rollout.index, behavior_rows(rollout, groups), run_facts=self.run_facts)
+        if self.config.log.completions:
+            text = completions_text(rollout, groups, self.config.log.completions)
+            self.run.write_completions_text(rollout.index + 1, text)
+
+    def finish_step(self, metrics: dict[str, float], *, save: bool) -> None:
+        """Save when due, write the step's line, tell the terminal. The line comes last: it says the step is whole."""
+        state = self.state
+        if save:
+            with self.timer.stage("save"):
+                self.save()
+        stages = self.timer.end_step()
+        metrics |= {f"time/{name}": seconds for name, seconds in stages.items()}
+        metrics |= step_metrics.memory_metrics(self.session.device)
+        for text in step_warnings(self.config, metrics) if state.step else []:
+            self.warn(text)
+        self.writer.write(state.step, metrics)
+        self.progress.step(metrics | {"step": state.step})
+
+    def save(self) -> None:
+        """Write a checkpoint of everything the next step depends on; drop the oldest beyond ``keep_checkpoints``."""
+        state = self.state
+        state.sampler = self.sampler.state_dict()
+        now = time.perf_counter()
+        state.wall_seconds += now - self.began
+        self.began = now
+        state.stage_seconds = dict(self.timer.total)
+        folder = self.run.checkpoint(state.step)
+        save_checkpoint(folder, self.session.model, self.optimizer, state, self.config, str(self.session.model_path))
+        prune_checkpoints(self.run, self.config.train.keep_checkpoints)
+
+    def warn(self, text: str) -> None:
+        """Show a warning once a run and keep it for the summary."""
+        if text not in self.state.warnings:
+            self.state.warnings.append(text)
+            self.progress.warn(text)
+
+
+def _due(every: int, step: int) -> bool:
+    return every > 0 and step % every == 0

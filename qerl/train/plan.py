@@ -1,0 +1,98 @@
+"""What a run would do, from the configuration and the model's ``config.json`` alone: the text of ``--dry-run``."""
+
+from __future__ import annotations
+
+from io import StringIO
+
+from rich.console import Console
+from rich.table import Table
+
+from qerl import memory
+from qerl.config.load import dump_config
+from qerl.config.schema import Config
+from qerl.model.aqn import sigma_for_stage
+from qerl.model.spec import ModelSpec
+from qerl.train.run import check_trainable
+from qerl.train.session import check_lengths, max_num_seqs, require_model_path, resolve_device
+from qerl.train.warnings import config_warnings
+
+GB = 1e9
+
+
+def describe(config: Config, *, width: int = 100) -> str:
+    """The resolved plan as text: settings, schedule, sizes and predicted memory. Reads no weights and writes nothing.
+
+    Raises:
+        QerlError: whatever would stop the run before its first step, apart from the data.
+    """
+    check_trainable(config)
+    spec = ModelSpec.from_folder(require_model_path(config))
+    check_lengths(config, spec)
+    device = resolve_device(config.model.device)
+    out = StringIO()
+    console = Console(file=out, width=width, highlight=False)
+    console.print(dump_config(config), markup=False, end="")
+    console.print(_work_table(config, spec))
+    if config.aqn.enabled:
+        console.print(_noise_table(config))
+    console.print(_memory_table(config, spec, device.type))
+    for text in config_warnings(config):
+        console.print(f"warning: {text}", markup=False)
+    return out.getvalue()
+
+
+def _work_table(config: Config, spec: ModelSpec) -> Table:
+    rollout = config.rollout
+    answers = rollout.prompts_per_step * rollout.group_size
+    adapters = memory.adapter_parameters(spec, config.lora.rank, config.lora.targets)
+    norms = memory.trained_norm_parameters(spec, config)
+    kept = -(-config.train.steps // config.train.save_adapter_every) if config.train.save_adapter_every else 0
+    table = Table(title="Plan", show_header=False)
+    for name, value in (
+        ("answers a step", f"{rollout.prompts_per_step} prompts x {rollout.group_size} = {answers}"),
+        (
+            "optimizer updates",
+            f"{config.train.steps} steps x {config.optim.updates_per_rollout} = {config.planned_updates}",
+        ),
+        ("answer tokens, at most", f"{answers * rollout.max_new_tokens:,} a step"),
+        ("trained parameters", f"{adapters:,} adapters + {norms:,} norm scales"),
+        (
+            "ratio",
+            f"denominator {config.objective.denominator}, noise {config.objective.noise}, is_cap {config.objective.is_cap}",
+        ),
+        (
+            "kept adapters on disk",
+            f"{kept} x {4 * (adapters + norms) / GB:.4f} GB = {kept * 4 * (adapters + norms) / GB:.3f} GB",
+        ),
+    ):
+        table.add_row(name, value)
+    return table
+
+
+def _noise_table(config: Config) -> Table:
+    """Sigma by stage with the updates it covers."""
+    aqn, planned = config.aqn, config.planned_updates
+    table = Table("stage", "updates completed", "sigma", title=f"Noise ({aqn.schedule}, {aqn.magnitude})")
+    for stage in range(aqn.num_stages):
+        first, after = -(-stage * planned // aqn.num_stages), -(-(stage + 1) * planned // aqn.num_stages)
+        if first == after:
+            continue
+        sigma = sigma_for_stage(
+            stage,
+            schedule=aqn.schedule,
+            sigma_start=aqn.sigma_start,
+            sigma_end=aqn.sigma_end,
+            num_stages=aqn.num_stages,
+        )
+        table.add_row(str(stage), f"{first} to {after - 1}", f"{sigma:.6g}")
+    return table
+
+
+def _memory_table(config: Config, spec: ModelSpec, device_type: str) -> Table:
+    owners = memory.predict(config, spec, device_type=device_type, max_num_seqs=max_num_seqs(config))
+    table = Table("owner", "GB", title=f"Predicted memory ({device_type}; 1 GB = 1e9 bytes)")
+    for name, size in owners.items():
+        table.add_row(name, f"{size / GB:.4f}")
+    for phase, size in memory.phase_peaks(owners).items():
+        table.add_row(f"peak of {phase}", f"{size / GB:.4f}", style="bold")
+    return table

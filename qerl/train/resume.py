@@ -1,0 +1,147 @@
+"""Checkpoints: everything that the next step depends on, saved and restored as one.
+
+``checkpoint-N/`` holds the adapter in PEFT's layout (float32 masters), ``optimizer.pt``, and ``trainer_state.json``
+with the counters. All randomness is keyed by (seed, counters), so the counters are the random state. The folder is
+written under a temporary name and renamed when it is whole.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qerl.config.schema import Config
+from qerl.errors import CheckpointError, ConfigError
+from qerl.metrics.files import whole_folder
+from qerl.metrics.run_dir import RunDir
+from qerl.model.checkpoint import load_adapter, save_adapter
+from qerl.model.decoder import Decoder
+
+STATE_VERSION = 1
+MAY_DIFFER = ("log", "run", "model.path", "model.device", "train.save_every", "train.keep_checkpoints")
+"""Settings that may change when a run is resumed; every other one is part of what the run means."""
+
+
+@dataclass(slots=True, kw_only=True)
+class TrainState:
+    """Counters of a run. Mutable: the loop advances them."""
+
+    step: int = 0
+    """Completed rollout steps; the rollout index of step s is s."""
+    updates: int = 0
+    """Completed optimizer updates."""
+    tokens: int = 0
+    """Prompt and answer tokens of all rollouts so far."""
+    completion_tokens: int = 0
+    sampler: dict[str, Any] = field(default_factory=dict)
+    """Cursor of the data order."""
+    evaluations: dict[str, Any] = field(default_factory=dict)
+    """Step -> evaluation."""
+    stage_seconds: dict[str, float] = field(default_factory=dict)
+    wall_seconds: float = 0.0
+    warnings: list[str] = field(default_factory=list)
+    base_hash: str = ""
+
+
+def save_checkpoint(
+    folder: Path,
+    model: Decoder,
+    optimizer: torch.optim.Optimizer,
+    state: TrainState,
+    config: Config,
+    base_path: str,
+) -> None:
+    """Write ``folder`` whole or not at all."""
+    with whole_folder(folder) as temporary:
+        save_adapter(model, temporary, base_path=base_path, lora=config.lora)
+        torch.save(optimizer.state_dict(), temporary / "optimizer.pt")
+        payload = {"version": STATE_VERSION, **asdict(state)}
+        (temporary / "trainer_state.json").write_text(json.dumps(payload, indent=1) + "\n")
+
+
+def prune_checkpoints(run: RunDir, keep: int) -> None:
+    """Remove the oldest checkpoints beyond the newest ``keep``; 0 keeps all."""
+    if keep:
+        for _, folder in run.checkpoints()[:-keep]:
+            shutil.rmtree(folder)
+
+
+def load_checkpoint(folder: Path, model: Decoder, optimizer: torch.optim.Optimizer) -> TrainState:
+    """Restore adapter, norms and optimizer in place and return the counters.
+
+    Raises:
+        CheckpointError: a file is missing or does not fit this model, or the base weights are not the ones trained on.
+    """
+    state = read_state(folder)
+    load_adapter(model, folder)
+    path = folder / "optimizer.pt"
+    try:
+        saved = torch.load(path, map_location="cpu", weights_only=True)
+        optimizer.load_state_dict(saved)
+    except (OSError, RuntimeError, ValueError, EOFError) as error:
+        raise CheckpointError(
+            "the optimizer state cannot be read",
+            got=f"{path}: {error}",
+            remedy="Resume from an older checkpoint by deleting this one",
+        ) from None
+    return state
+
+
+def read_state(folder: Path) -> TrainState:
+    """Counters of a checkpoint.
+
+    Raises:
+        CheckpointError: the file is missing, damaged, or of another version.
+    """
+    path = folder / "trainer_state.json"
+    try:
+        payload = json.loads(path.read_text())
+        version = payload.pop("version")
+        if version != STATE_VERSION:
+            raise CheckpointError(
+                "the checkpoint was written by another version", got=version, expected=str(STATE_VERSION)
+            )
+        return TrainState(**payload)
+    except (OSError, json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            "the trainer state cannot be read",
+            got=f"{path}: {error}",
+            remedy="Resume from an older checkpoint by deleting this one",
+        ) from None
+
+
+def check_same_config(saved: Config, current: Config) -> None:
+    """Refuse to resume a run under other settings.
+
+    Raises:
+        ConfigError: a setting outside :data:`MAY_DIFFER` differs; all of them are named.
+    """
+    before, after = _flatten(saved.model_dump()), _flatten(current.model_dump())
+    changed = [
+        f"{key}: {before.get(key)} -> {after.get(key)}"
+        for key in sorted(before.keys() | after.keys())
+        if before.get(key) != after.get(key) and not any(key == p or key.startswith(p + ".") for p in MAY_DIFFER)
+    ]
+    if changed:
+        raise ConfigError(
+            "a run cannot be resumed under other settings",
+            got=", ".join(changed),
+            expected="those of its config.resolved.yaml",
+            remedy="Resume with the same settings, or start a new run under another run.name",
+        )
+
+
+def _flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, dict) and name != "quant.overrides":
+            flat |= _flatten(value, f"{name}.")
+        else:
+            flat[name] = value
+    return flat

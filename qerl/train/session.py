@@ -1,0 +1,133 @@
+"""A model ready for use: checkpoint, tokenizer and engine opened from one configuration.
+
+Training, evaluation and rollouts from the command line all start here, so that they cannot differ in how a model is
+loaded. The engine reads the very tensors that the trainer changes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from qerl.config.schema import Config
+from qerl.errors import ConfigError
+from qerl.kernels import dispatch
+from qerl.model.checkpoint import load_adapter, load_model, resolve_model_path
+from qerl.model.decoder import Decoder
+from qerl.model.spec import ModelSpec
+from qerl.model.tokenizer import Tokenizer, load_tokenizer
+from qerl.rollout.engine import Engine
+
+MAX_AUTO_SEQUENCES = 256
+"""Sequences decoded at once when ``rollout.max_num_seqs`` is ``auto``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Session:
+    """The live objects of one model."""
+
+    config: Config
+    model_path: Path
+    model: Decoder
+    tokenizer: Tokenizer
+    engine: Engine
+    device: torch.device
+
+    @property
+    def kernels(self) -> dict[str, str]:
+        """Operation -> implementation that runs on this device."""
+        return {op: dispatch.resolve(op, self.device) for op in dispatch.OPERATIONS}
+
+
+def open_session(
+    config: Config, *, adapter: Path | None = None, with_lora: bool = True, keep_reference_norms: bool = False
+) -> Session:
+    """Load the model, tokenizer and engine that ``config`` names.
+
+    Args:
+        config: a full configuration; ``model``, ``quant``, ``lora``, ``rollout`` and ``train.seed`` are read.
+        adapter: folder of a PEFT adapter to load on top (needs ``with_lora``).
+        with_lora: attach adapters; without, the model is the plain base.
+        keep_reference_norms: keep float32 copies of the initial norm scales for the KL reference.
+
+    Raises:
+        ConfigError: no model path, an unknown device, or sequences longer than the model's positions.
+        CheckpointError: the folder or the adapter cannot be read.
+    """
+    model_path = require_model_path(config)
+    device = resolve_device(config.model.device)
+    spec = ModelSpec.from_folder(model_path)
+    check_lengths(config, spec)
+    tokenizer = load_tokenizer(model_path)
+    model = load_model(
+        model_path,
+        quant=config.quant,
+        lora=config.lora if with_lora else None,
+        dtype=getattr(torch, config.model.dtype),
+        device=device,
+        seed=config.train.seed,
+        keep_reference_norms=keep_reference_norms,
+    )
+    if adapter is not None:
+        load_adapter(model, adapter)
+    engine = Engine(model, tokenizer, max_num_seqs=max_num_seqs(config), device=device)
+    return Session(config=config, model_path=model_path, model=model, tokenizer=tokenizer, engine=engine, device=device)
+
+
+def require_model_path(config: Config) -> Path:
+    """The model folder of a configuration.
+
+    Raises:
+        ConfigError: ``model.path`` is not set.
+    """
+    if config.model.path is None:
+        raise ConfigError(
+            "model.path is not set",
+            expected="a model folder, a NAME under $QERL_MODELS, or `demo`",
+            remedy="Add model.path=… to the command line",
+        )
+    return resolve_model_path(config.model.path)
+
+
+def resolve_device(name: str) -> torch.device:
+    """``auto`` is CUDA when there is one, else the CPU.
+
+    Raises:
+        ConfigError: the name is not a device, or CUDA is asked for and absent.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise ConfigError("model.device is not a device", got=name, expected="auto, cpu, cuda or cuda:N")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("model.device asks for CUDA and torch sees none", got=name, remedy="Use model.device=cpu")
+    return device
+
+
+def max_num_seqs(config: Config) -> int:
+    """Sequences decoded at once."""
+    if config.rollout.max_num_seqs != "auto":
+        return config.rollout.max_num_seqs
+    return min(MAX_AUTO_SEQUENCES, config.rollout.prompts_per_step * config.rollout.group_size)
+
+
+def check_lengths(config: Config, spec: ModelSpec) -> None:
+    """Refuse sequences that the model has no positions for.
+
+    Raises:
+        ConfigError: the longest prompt plus the longest answer exceeds ``max_position_embeddings``.
+    """
+    longest = config.rollout.max_prompt_tokens + max(config.rollout.max_new_tokens, config.eval.max_new_tokens or 0)
+    if longest > spec.max_positions:
+        raise ConfigError(
+            "rollout.max_prompt_tokens + max_new_tokens exceeds the model's positions",
+            got=longest,
+            expected=f"at most {spec.max_positions}",
+            remedy="Shorten one of them",
+        )

@@ -1,0 +1,37 @@
+"""Seconds by stage: of one step, and of the whole run."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+STAGES = ("rollout", "reward", "logprobs", "backward", "optimizer", "noise", "evaluate", "save")
+"""Stages that a step is divided into; what is left of ``time/step`` is bookkeeping."""
+
+
+class StageTimer:
+    """Adds up wall seconds by stage name."""
+
+    def __init__(self) -> None:
+        self.step: dict[str, float] = defaultdict(float)
+        self.total: dict[str, float] = defaultdict(float)
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Time the block and charge it to ``name``, one of :data:`STAGES`."""
+        assert name in STAGES, f"unknown stage {name!r}"
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            seconds = time.perf_counter() - start
+            self.step[name] += seconds
+            self.total[name] += seconds
+
+    def end_step(self) -> dict[str, float]:
+        """Seconds of the step by stage (every stage present), and start the next step at 0."""
+        seconds = {name: self.step[name] for name in STAGES}
+        self.step.clear()
+        return seconds

@@ -1,0 +1,155 @@
+"""The loop on the packaged model: few steps, every promise about reproducibility and the denominator."""
+
+import json
+import math
+
+import pytest
+
+from qerl.config.load import load_config
+from qerl.metrics.catalogue import is_reproducible
+from qerl.metrics.run_dir import RunDir
+from qerl.train.run import train
+
+BASE = [
+    "model.path=demo",
+    "model.dtype=float32",
+    "data.train=arithmetic",
+    "data.eval=arithmetic",
+    "data.eval_limit=16",
+    "rollout.prompts_per_step=4",
+    "rollout.group_size=4",
+    "rollout.max_prompt_tokens=96",
+    "rollout.max_new_tokens=48",
+    "lora.rank=4",
+    "optim.lr=1e-3",
+    "train.steps=4",
+    "train.save_every=0",
+    "eval.every=0",
+    "aqn.num_stages=2",
+    "log.progress=off",
+]
+
+
+def run(tmp_path, name, *settings, resume=False, stop_after=None):
+    config = load_config(None, [*BASE, f"run.dir={tmp_path}", f"run.name={name}", *settings])
+    return RunDir.open(train(config, resume=resume, stop_after=stop_after))
+
+
+def reproducible(run_dir):
+    return [{key: value for key, value in row.items() if is_reproducible(key)} for row in run_dir.read_metrics()]
+
+
+def test_same_seed_gives_the_same_metrics_to_the_bit_and_another_seed_does_not(tmp_path):
+    first = reproducible(run(tmp_path, "a"))
+    assert [row["step"] for row in first] == [0, 1, 2, 3, 4]
+    assert first == reproducible(run(tmp_path, "b"))
+    assert first != reproducible(run(tmp_path, "c", "train.seed=1"))
+
+
+@pytest.mark.parametrize("settings", [(), ("optim.updates_per_rollout=2", "objective.noise=absent")])
+def test_stopping_and_resuming_changes_no_metric(tmp_path, settings):
+    whole = run(tmp_path, "whole", *settings)
+    run(tmp_path, "parts", *settings, stop_after=2)
+    parts = run(tmp_path, "parts", *settings, resume=True)
+    assert reproducible(whole) == reproducible(parts)
+    assert whole.read_json("summary.json")["evaluation"] == parts.read_json("summary.json")["evaluation"]
+    assert whole.read_json("summary.json")["tokens"] == parts.read_json("summary.json")["tokens"]
+
+
+def test_a_killed_run_resumes_from_its_last_checkpoint(tmp_path, monkeypatch):
+    whole = run(tmp_path, "whole", "train.save_every=1")
+    from qerl.train import loop
+
+    real, calls = loop.learn, []
+
+    def dies_in_step_three(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(loop, "learn", dies_in_step_three)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, "killed", "train.save_every=1")
+    monkeypatch.undo()
+    assert reproducible(run(tmp_path, "killed", "train.save_every=1", resume=True)) == reproducible(whole)
+
+
+def test_sigma_zero_is_bit_identical_to_noise_off(tmp_path):
+    silent = ["aqn.schedule=constant", "aqn.sigma_start=0"]
+    zero = reproducible(run(tmp_path, "zero", *silent))
+    off = reproducible(run(tmp_path, "off", "aqn.enabled=false"))
+    for row_zero, row_off in zip(zero, off, strict=True):
+        assert {k: v for k, v in row_zero.items() if k != "aqn/stage"} == {
+            k: v for k, v in row_off.items() if k != "aqn/stage"
+        }
+
+
+def noisy_steps(run_dir):
+    rows = [row for row in run_dir.read_metrics() if row.get("aqn/sigma")]
+    assert [row["step"] for row in rows] == [3, 4]
+    return rows
+
+
+def test_replayed_noise_and_recomputed_denominator_give_ratio_exactly_one(tmp_path):
+    for row in noisy_steps(run(tmp_path, "r", "objective.denominator=recomputed")):
+        assert row["ratio/min"] == row["ratio/max"] == row["ratio/mean"] == 1.0
+        assert row["clip_ratio/region_mean"] == 0.0
+
+
+def test_replayed_noise_and_behavior_denominator_give_ratio_one_within_rounding(tmp_path):
+    for row in noisy_steps(run(tmp_path, "b")):
+        assert abs(row["ratio/min"] - 1) <= 1e-4 and abs(row["ratio/max"] - 1) <= 1e-4
+        assert row["sampling/sampling_logp_difference/max"] <= 1e-4
+
+
+def test_absent_noise_is_visible_in_the_mismatch(tmp_path):
+    for row in noisy_steps(run(tmp_path, "n", "objective.noise=absent", "aqn.sigma_start=0.1")):
+        assert row["ratio/max"] == 1.0
+        assert row["sampling/sampling_logp_difference/mean"] > 1e-3
+        assert row["importance_weight/mean"] != 1.0
+
+
+def test_kl_to_the_reference_is_zero_at_the_start_and_then_grows(tmp_path):
+    rows = run(tmp_path, "kl", "objective.kl_coef=0.1", "aqn.enabled=false").read_metrics()[1:]
+    assert rows[0]["kl"] == pytest.approx(0.0, abs=1e-9)
+    assert rows[-1]["kl"] > 1e-8
+
+
+@pytest.mark.parametrize("checkpointing", ["true", "false"])
+def test_packing_and_recomputation_do_not_change_the_loss(tmp_path, checkpointing):
+    small = run(tmp_path, "small", "train.token_budget=150", f"train.checkpointing={checkpointing}", "train.steps=1")
+    large = run(tmp_path, "large", "train.steps=1")
+    for key in ("loss", "grad_norm", "entropy", "reward"):
+        assert small.read_metrics()[1][key] == pytest.approx(large.read_metrics()[1][key], rel=1e-4, abs=1e-6), key
+
+
+def test_run_folder_holds_what_is_promised(tmp_path):
+    done = run(tmp_path, "files", "train.save_every=2", "log.completions=3")
+    names = {str(path.relative_to(done.path)) for path in done.path.rglob("*") if path.is_file()}
+    expected = {"config.resolved.yaml", "env.json", "metrics.jsonl", "memory.json", "summary.json", "report.html"}
+    for step in (2, 4):
+        folder = f"checkpoints/checkpoint-{step}"
+        expected |= {
+            f"{folder}/{name}" for name in ("adapter_model.safetensors", "adapter_config.json", "optimizer.pt")
+        }
+        expected.add(f"{folder}/trainer_state.json")
+    for index in range(4):
+        expected |= {f"rollouts/rollout-{index:06d}.parquet", f"completions/step-{index + 1:06d}.txt"}
+        expected.add(f"adapters/rollout-{index:06d}/adapter_model.safetensors")
+    assert expected <= names
+    assert not [name for name in names if ".tmp" in name]
+    summary = json.loads(done.summary_path.read_text())
+    after = summary["evaluation"]["after"]
+    assert summary["status"] == "finished" and after["count"] == 16
+    assert after["low"] <= after["accuracy"] <= after["high"]
+    predicted, measured = done.read_json("memory.json")["predicted"], done.read_json("memory.json")["measured"]
+    for owner in ("base_weights", "dense_cache", "embeddings", "norms", "adapters", "optimizer", "kv_cache"):
+        assert measured[owner] <= predicted[owner], owner
+    for owner in ("base_weights", "dense_cache", "embeddings", "norms", "adapters", "optimizer"):
+        assert measured[owner] == predicted[owner], owner
+
+
+def test_metrics_of_a_run_are_finite(tmp_path):
+    for row in run(tmp_path, "finite").read_metrics():
+        assert all(math.isfinite(value) for value in row.values())

@@ -1,0 +1,36 @@
+import json
+
+import pytest
+
+from qerl.config.load import load_config
+from qerl.errors import CheckpointError, ConfigError
+from qerl.train.resume import TrainState, check_same_config, read_state
+
+
+def test_settings_that_make_the_run_must_not_change():
+    before = load_config(None, ["optim.lr=1e-5", "train.steps=10"])
+    with pytest.raises(ConfigError, match="optim.lr: 1e-05 -> 2e-05.*train.steps: 10 -> 20"):
+        check_same_config(before, load_config(None, ["optim.lr=2e-5", "train.steps=20"]))
+
+
+def test_settings_of_the_surroundings_may_change():
+    before = load_config(None, ["model.path=a", "train.save_every=5"])
+    check_same_config(before, load_config(None, ["model.path=b", "train.save_every=7", "log.progress=off"]))
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", '{"step": 1}', '{"version": 99}', json.dumps({"version": 1, "unknown": 3})]
+)
+def test_a_damaged_state_is_an_error_that_names_the_file(tmp_path, text):
+    (tmp_path / "trainer_state.json").write_text(text)
+    with pytest.raises(CheckpointError):
+        read_state(tmp_path)
+
+
+def test_state_that_was_never_written_is_an_error(tmp_path):
+    with pytest.raises(CheckpointError, match=r"trainer_state\.json"):
+        read_state(tmp_path)
+
+
+def test_a_fresh_state_starts_at_zero():
+    assert (TrainState().step, TrainState().updates, TrainState().tokens) == (0, 0, 0)
