@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterable
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -119,17 +120,16 @@ class _Loader:
 
     def layer(self, index: int) -> DecoderLayer:
         prefix = f"model.layers.{index}"
-        head_norms = {}
+        parts: dict[str, Any] = {shape.attribute: self.group(index, shape) for shape in self.spec.groups()}
         if self.spec.qk_norm:
-            head_norms = {key: self.norm(f"{prefix}.self_attn.{key}.weight") for key in ("q_norm", "k_norm")}
+            parts |= {key: self.norm(f"{prefix}.self_attn.{key}.weight") for key in ("q_norm", "k_norm")}
         return DecoderLayer(
             index,
             self.spec,
             attn_norm=self.norm(f"{prefix}.input_layernorm.weight"),
             mlp_norm=self.norm(f"{prefix}.post_attention_layernorm.weight"),
             train_norms=self.lora is not None and self.lora.train_norms,
-            **{shape.attribute: self.group(index, shape) for shape in self.spec.groups()},
-            **head_norms,
+            **parts,
         )
 
     def group(self, index: int, shape: GroupShape) -> GroupedLinear:
@@ -308,5 +308,5 @@ def _hash(tensors: Iterable[tuple[str, Tensor]]) -> str:
     for name, tensor in tensors:
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
         data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        digest.update(memoryview(data.numpy()))
+        digest.update(data.numpy().data)
     return digest.hexdigest()[:16]

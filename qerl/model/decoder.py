@@ -23,7 +23,8 @@ from qerl.kernels.token_logprobs import head_logits
 from qerl.model.aqn import Noise
 from qerl.model.attention import AttentionContext
 from qerl.model.linear import GroupedLinear
-from qerl.model.spec import ModelSpec, RopeSpec
+from qerl.model.rope import RopeSpec
+from qerl.model.spec import ModelSpec
 
 LAYER_NORMS = ("attn_norm", "mlp_norm")
 """The two norms of a layer that may be trained, as attribute names and as noise sites."""
@@ -107,6 +108,9 @@ class Decoder(nn.Module):
         final_norm: float32 [D], frozen.
         head_weight: [V, D] in compute type, frozen; the embedding itself when tied.
     """
+
+    rope_cos: Tensor
+    rope_sin: Tensor
 
     def __init__(
         self,
@@ -194,6 +198,7 @@ class Decoder(nn.Module):
     def grouped_linears(self) -> Iterator[GroupedLinear]:
         """All linear layers, in the order in which they run."""
         for layer in self.layers:
+            assert isinstance(layer, DecoderLayer)
             yield from (layer.qkv, layer.o, layer.gate_up, layer.down)
 
     def trainable_parameters(self) -> dict[str, nn.Parameter]:

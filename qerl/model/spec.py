@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from qerl.errors import CheckpointError, nearest
+from qerl.model.rope import RopeSpec, positive_number, read_rope
 
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -21,27 +22,9 @@ ARCHITECTURES = {
 }
 """``model_type`` -> the causal language model class that transformers names in ``architectures``."""
 
-ROPE_KINDS = ("default", "linear", "llama3")
 EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size")
 
 PackedLayout = Literal["nvfp4-pack-quantized"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RopeSpec:
-    """Rotary position embedding: base ``theta`` and how its frequencies are stretched.
-
-    ``linear`` divides every frequency by ``factor``. ``llama3`` divides the slow ones (wavelength above
-    original_max_positions / low_freq_factor), keeps the fast ones (below original_max_positions / high_freq_factor)
-    and interpolates between.
-    """
-
-    theta: float
-    kind: Literal["default", "linear", "llama3"] = "default"
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 1.0
-    original_max_positions: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,7 +152,7 @@ class ModelSpec:
             num_kv_heads=num_kv_heads,
             head_dim=_head_dim(fields, architecture, hidden_size, num_heads),
             rms_eps=fields.number("rms_norm_eps", 1e-6),
-            rope=_rope(config, max_positions, source),
+            rope=read_rope(config, max_positions, source),
             max_positions=max_positions,
             qkv_bias=architecture == "qwen2" or attention_bias,
             o_bias=attention_bias,
@@ -197,7 +180,7 @@ class _Fields:
         return value
 
     def number(self, key: str, default: float) -> float:
-        return _number(self._config.get(key, default), key, self._source)
+        return positive_number(self._config.get(key, default), key, self._source)
 
 
 def read_json_object(folder: Path, name: str) -> dict[str, Any]:
@@ -231,12 +214,6 @@ def token_ids(value: int | list[int] | None) -> tuple[int, ...]:
     if value is None:
         return ()
     return (value,) if isinstance(value, int) else tuple(value)
-
-
-def _number(value: Any, key: str, source: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
-        raise CheckpointError(f"{source}: {key} is unusable", got=value, expected="a positive number")
-    return float(value)
 
 
 def _architecture(config: Mapping[str, Any], source: str) -> str:
@@ -306,33 +283,6 @@ def _head_dim(fields: _Fields, architecture: str, hidden_size: int, num_heads: i
             "the head dimension is odd, so it cannot be rotated in pairs", got=head_dim, expected="even"
         )
     return head_dim
-
-
-def _rope(config: Mapping[str, Any], max_positions: int, source: str) -> RopeSpec:
-    """Read ``rope_parameters`` (transformers 5) or ``rope_theta`` and ``rope_scaling`` (before)."""
-    values = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    kind = values.get("rope_type", values.get("type", "default"))
-    if any(isinstance(value, Mapping) for value in values.values()):
-        kind = "one per layer type"
-    if kind not in ROPE_KINDS:
-        raise CheckpointError(
-            f"{source}: this kind of rotary embedding is not supported",
-            got=f"rope_type={kind}",
-            expected=f"one of {', '.join(ROPE_KINDS)}",
-        )
-    if values.get("partial_rotary_factor", config.get("partial_rotary_factor")) not in (None, 1, 1.0):
-        raise CheckpointError(f"{source}: rotating a part of each head is not supported", got="partial_rotary_factor")
-    theta = _number(values.get("rope_theta", config.get("rope_theta", 10000.0)), "rope_theta", source)
-    if kind == "default":
-        return RopeSpec(theta=theta)
-    needed = ("factor",) if kind == "linear" else ("factor", "low_freq_factor", "high_freq_factor")
-    stretch = {key: _number(values.get(key), f"rope {key}", source) for key in needed}
-    if kind == "llama3" and stretch["high_freq_factor"] <= stretch["low_freq_factor"]:
-        raise CheckpointError(
-            f"{source}: llama3 rope factors are unusable", got=stretch, expected="high_freq_factor > low_freq_factor"
-        )
-    original = config.get("original_max_position_embeddings") or values.get("original_max_position_embeddings")
-    return RopeSpec(theta=theta, kind=kind, original_max_positions=int(original or max_positions), **stretch)
 
 
 def _packed_layout(config: Mapping[str, Any], source: str) -> PackedLayout | None:

@@ -55,7 +55,8 @@ class TensorFile:
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{self.path}: tensor {name} cannot be read", got=str(error)) from None
         if tensor.is_floating_point() and tensor.numel():
-            check_finite(tensor.float().abs().amax() if tensor.itemsize == 1 else tensor.abs().amax(), name)
+            low, high = torch.aminmax(tensor.float() if tensor.itemsize == 1 else tensor)
+            check_finite(torch.maximum(high, -low), name)
         return tensor
 
 

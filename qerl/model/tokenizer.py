@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
+"""Files of which one must be there, the preferred one first."""
+
+
 class Tokenizer:
     """A Hugging Face tokenizer behind the few calls that the pipeline makes.
 
@@ -70,19 +74,9 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     Raises:
         CheckpointError: tokenizer files are missing or broken, there is no chat template, or no EOS id is known.
     """
-    from transformers import AutoTokenizer
-
     folder = Path(path)
     config = read_json_object(folder, "config.json")
-    try:
-        inner = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise CheckpointError(
-            f"the tokenizer in {folder} cannot be loaded",
-            got=str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__,
-            expected="tokenizer.json and tokenizer_config.json",
-            remedy="Copy all tokenizer files of the checkpoint into the folder.",
-        ) from None
+    inner = _load_files(folder)
     if not inner.chat_template:
         raise CheckpointError(
             f"the tokenizer in {folder} has no chat template",
@@ -96,6 +90,31 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
             expected="eos_token_id in generation_config.json or config.json",
         )
     return Tokenizer(inner, eos_ids, str(inner.chat_template))
+
+
+def _load_files(folder: Path) -> PreTrainedTokenizerBase:
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    files = [name for name in TOKENIZER_FILES if (folder / name).exists()]
+    if not files:
+        # Without this check transformers makes up an empty tokenizer for some architectures.
+        raise CheckpointError(
+            f"{folder} holds no tokenizer",
+            expected=f"one of {', '.join(TOKENIZER_FILES)}",
+            remedy="Copy all tokenizer files of the checkpoint into the folder.",
+        )
+    # tokenizer.json is the whole tokenizer. AutoTokenizer may rebuild it from the vocabulary by the rules of the
+    # architecture, which drops splitting rules that differ from the architecture's usual ones.
+    loader = PreTrainedTokenizerFast if files[0] == "tokenizer.json" else AutoTokenizer
+    try:
+        return loader.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # noqa: BLE001 (the tokenizers library raises bare Exception for a broken file)
+        raise CheckpointError(
+            f"the tokenizer in {folder} cannot be loaded",
+            got=(str(error).strip().splitlines() or [type(error).__name__])[0],
+            expected=f"{files[0]} and tokenizer_config.json as the model's authors published them",
+            remedy="Copy all tokenizer files of the checkpoint into the folder.",
+        ) from None
 
 
 def _eos_ids(folder: Path, config: Mapping[str, Any], inner: PreTrainedTokenizerBase) -> tuple[int, ...]:
