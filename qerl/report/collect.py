@@ -88,6 +88,13 @@ class Difference:
     """Questions right only after; known when paired."""
     lost: int | None = None
 
+    @property
+    def direction(self) -> str:
+        """``up`` or ``down`` when the interval leaves 0 out (or there is none), else ``unclear``."""
+        low = self.value if self.low is None else self.low
+        high = self.value if self.high is None else self.high
+        return "up" if low > 0 else "down" if high < 0 else "unclear"
+
 
 def read_run(path: str | Path) -> RunData:
     """Reads a run folder.

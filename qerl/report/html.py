@@ -105,7 +105,7 @@ def figures_json(shown: list[Panel]) -> str:
 def method_line(run: RunData) -> list[str]:
     """What ran, in a few short labels."""
     get = run.setting
-    labels = [str(run.summary.get("model") or get("model.path") or "")]
+    labels = [Path(str(run.summary.get("model") or get("model.path") or "")).name]
     if get("quant.format"):
         labels.append(f"{str(get('quant.format')).upper()} base")
     if get("lora.rank"):

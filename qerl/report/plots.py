@@ -153,7 +153,7 @@ def outcomes_panel(run: RunData) -> Panel | None:
     figure = _shares(run, "outcomes/", OUTCOMES)
     if figure is None:
         return None
-    caption = "Every training answer has exactly one outcome. Unparsable and truncated answers are failures of form, not of arithmetic."
+    caption = "Every training answer has exactly one outcome. Unparsable and truncated answers fail in form: they say little about what the model can work out."
     return Panel(id="outcomes", section="signal", title="Answers by outcome", caption=caption, figure=figure)
 
 
@@ -161,11 +161,14 @@ def gradient_panel(run: RunData) -> Panel | None:
     steps, norms = run.series("grad_norm")
     if not steps:
         return None
-    figure = new_figure(yaxis={"title": "gradient norm", "rangemode": "tozero"})
-    add_line(figure, steps, norms, "gradient norm", "blue", form=".3g")
+    top = max(norms)
     clip = run.setting("optim.max_grad_norm")
-    if clip is not None and max(norms) >= 0.5 * clip:
+    figure = new_figure()
+    add_line(figure, steps, norms, "gradient norm", "blue", form=".3g")
+    if clip is not None and top >= 0.5 * clip:
         add_level(figure, float(clip), "clipped above", "red")
+        top = max(top, clip)
+    figure.update_layout(yaxis={"title": {"text": "gradient norm"}, "range": [0, 1.15 * top or 1.0]})
     rate_steps, rates = run.series("learning_rate")
     if rate_steps:
         figure.add_scatter(
@@ -184,7 +187,7 @@ def gradient_panel(run: RunData) -> Panel | None:
                 "side": "right",
                 "showgrid": False,
                 "zeroline": False,
-                "rangemode": "tozero",
+                "range": [0, 1.3 * max(rates) or 1.0],
                 "exponentformat": "e",
                 "showexponent": "all",
                 "tickvals": [0, float(f"{max(rates) / 2:.2g}"), float(f"{max(rates):.2g}")],
@@ -198,6 +201,7 @@ def gradient_panel(run: RunData) -> Panel | None:
 
 def clip_panel(run: RunData) -> Panel | None:
     figure = new_figure(yaxis={"title": "share of tokens", "tickformat": ".2~%", "rangemode": "tozero"})
+    top = 0.0
     for key, name, color in (
         ("high_mean", "above the upper clip", "teal"),
         ("low_mean", "below the lower clip", "amber"),
@@ -205,8 +209,11 @@ def clip_panel(run: RunData) -> Panel | None:
         steps, values = run.series(f"clip_ratio/{key}")
         if steps:
             add_line(figure, steps, values, name, color, form=".3%")
+            top = max(top, *values)
     if not figure.data:
         return None
+    if top == 0.0:
+        figure.update_layout(yaxis={"range": [0, 0.01]})
     caption = "Tokens whose gradient the clip stops. Near zero with one update per rollout; more with several."
     return Panel(id="clip", section="signal", title="Clipped tokens", caption=caption, figure=figure)
 

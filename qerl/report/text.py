@@ -20,7 +20,8 @@ def interval(low: float | None, high: float | None) -> str:
 
 def points(value: float) -> str:
     """A difference of fractions in signed percentage points, as ``+45.2``."""
-    return f"{100 * value:+.1f}".replace("-", MINUS)
+    rounded = round(100 * value, 1)
+    return f"{rounded:+.1f}".replace("-", MINUS) if rounded else "0.0"
 
 
 def size(count: float | None) -> str:

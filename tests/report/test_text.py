@@ -35,7 +35,7 @@ def test_seconds(value, expected):
 
 
 def test_differences_carry_a_sign():
-    assert (text.points(0.4521), text.points(-0.031)) == ("+45.2", "−3.1")
+    assert [text.points(value) for value in (0.4521, -0.031, -0.0001)] == ["+45.2", "−3.1", "0.0"]
 
 
 def test_flatten_keeps_empty_mappings():
