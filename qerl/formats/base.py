@@ -1,7 +1,16 @@
-"""The one interface of weight formats, and the record that holds a packed weight.
+"""The one interface of weight formats, and the records that hold a packed weight and its scales.
 
 Four facts about a low-precision weight are kept apart: how it is stored (this folder), the compute type after
 unpacking, the accumulator type (both chosen in `qerl.kernels`), and the hardware.
+
+Every format stores w_hat = value(code) * step, with one step for a block of neighboring elements. Two things can be chosen
+for a given weight: the steps (`block_scales`) and, for given steps, the codes (`quantize_with_scales`). `quantize` does
+both; a method with feedback between elements does them apart:
+
+    scales = fmt.block_scales(weight, segments=rows)              # or of a clipped weight, or searched
+    steps_OI = fmt.steps(scales)
+    for each column j:  w_hat = fmt.snap(work[:, j], steps_OI[:, j]);  spread work[:, j] - w_hat over later columns
+    packed = fmt.quantize_with_scales(work, scales)
 
 Legend: O output rows (d_out), I inputs (d_in).
 """
@@ -9,13 +18,19 @@ Legend: O output rows (d_out), I inputs (d_in).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from qerl.errors import FormatError
+from qerl.errors import FormatError, nearest
+
+METHODS = ("rtn", "mse", "four_over_six")
+"""All methods that choose scales from a weight alone; which of them a format has is its `methods`."""
+ROUNDINGS = ("ct", "torchao")
+"""Libraries whose rounding can be asked for by name; a format that they agree on gives the same bytes under both."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,28 +63,134 @@ class PackedWeight:
         return next(iter(self.tensors.values())).device
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockScales:
+    """The scales of one weight, before there are codes. Made by `WeightFormat.block_scales`; opaque elsewhere."""
+
+    format: str
+    """Name of the format."""
+    shape: tuple[int, int]
+    """Logical [d_out, d_in] that they belong to."""
+    segments: tuple[int, ...]
+    """Row counts of the fused parts."""
+    rounding: str
+    """Named rounding that the codes will follow."""
+    amax: Tensor
+    """Largest magnitude of the whole weight, float32 scalar; the tensor-wide scale comes from it."""
+    tensors: dict[str, Tensor]
+    """What is stored beside the codes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackLayout:
+    """How compressed-tensors names and describes a format in a checkpoint."""
+
+    name: str
+    """`format` in quantization_config."""
+    suffixes: Mapping[str, str]
+    """Stored tensor -> the ending of its name in the checkpoint, in the order in which they are written."""
+    weights: Mapping[str, Any]
+    """The `weights` arguments of a config group."""
+
+
 class WeightFormat(ABC):
     """How a matrix [d_out, d_in] is stored. Implementations hold no state: one instance serves all weights."""
 
     name: str
+    block: int
+    """Elements that share a scale."""
+    methods: tuple[str, ...] = ("rtn",)
+    """Ways to choose the scales."""
     per_segment: frozenset[str] = frozenset()
     """Stored tensors that have one entry a segment; all others have one row an output row."""
+    layout: PackLayout | None = None
+    """Its layout in a checkpoint folder, if compressed-tensors has one."""
 
-    @abstractmethod
     def quantize(
-        self, weight: Tensor, *, rounding: str = "ct", segments: Sequence[int] | None = None, name: str = "weight"
+        self,
+        weight: Tensor,
+        *,
+        method: str = "rtn",
+        rounding: str = "ct",
+        segments: Sequence[int] | None = None,
+        name: str = "weight",
     ) -> PackedWeight:
-        """Store `weight`.
+        """Store `weight`: scales by `method`, then for each element the code nearest to it.
 
         Args:
             weight: floating point [d_out, d_in].
+            method: `rtn` takes each block's scale from its largest magnitude; `mse` searches the scales for the least
+                squared error; others as the format says.
             rounding: named rounding of formats that round; an unknown name is refused by every format.
             segments: row counts of fused parts; None is one part.
             name: how errors call the tensor.
 
         Raises:
-            FormatError: not a matrix, NaN or infinity inside, segments that do not add up, unknown rounding.
+            FormatError: not a matrix, NaN or infinity inside, segments that do not add up, unknown rounding, a method
+                that the format does not have.
         """
+        scales = self.block_scales(weight, method=method, rounding=rounding, segments=segments, name=name)
+        return self.quantize_with_scales(weight, scales)
+
+    @abstractmethod
+    def block_scales(
+        self,
+        weight: Tensor,
+        *,
+        method: str = "rtn",
+        rounding: str = "ct",
+        segments: Sequence[int] | None = None,
+        name: str = "weight",
+        importance_I: Tensor | None = None,
+        shared: BlockScales | None = None,
+    ) -> BlockScales:
+        """The scales that `quantize` would use; arguments and errors as there, and:
+
+        Args:
+            weight: as `quantize`. Clip it first (`weight.clamp(-c, c)`) to get the scales of a clipped block: a code that
+                would exceed the largest saturates.
+            importance_I: non-negative float32 [d_in], the weight of each input's squared error in a search (such as the
+                mean square of its activations); None weighs all alike. Without effect on `rtn`.
+            shared: take the tensor-wide part (NVFP4's global scale) from these scales instead of from `weight`, which then
+                may be a block-aligned slice of columns (see `column_block`) or a clipped copy.
+        """
+
+    @abstractmethod
+    def quantize_with_scales(self, weight: Tensor, scales: BlockScales) -> PackedWeight:
+        """Codes of `weight` [d_out, d_in] for given scales: the nearest each, saturating, ties as the format rounds.
+
+        Of `weight` nothing but its shape needs to be what the scales were made for.
+        """
+
+    @abstractmethod
+    def steps(self, scales: BlockScales, columns: slice | None = None) -> Tensor:
+        """Step of every element, float32 [d_out, d_in], or of the given columns."""
+
+    @abstractmethod
+    def snap(self, weight: Tensor, steps: Tensor) -> Tensor:
+        """The representable value nearest to each element, float32; any shape, `steps` broadcasts to it.
+
+        Under the rounding `ct`, dequantize(quantize_with_scales(w, scales)) == snap(w, steps(scales)), to the bit. (NF4 with
+        double quantization rounds its scales once more when they are stored.)
+        """
+
+    def column_block(self, d_in: int) -> int:
+        """Columns [k * n, (k + 1) * n) of a matrix with `d_in` inputs have scales of their own, for this n."""
+        return min(self.block, d_in)
+
+    def join_columns(self, parts: Sequence[BlockScales]) -> BlockScales:
+        """Put the scales of neighboring column slices together; all made with the same `shared`, in order.
+
+        All slices but the last are multiples of `column_block` wide.
+        """
+        first = parts[0]
+        blocks = {
+            key: first.tensors[key]
+            if key in self.per_segment
+            else torch.cat([part.tensors[key] for part in parts], dim=1)
+            for key in first.tensors
+        }
+        return replace(first, shape=(first.shape[0], sum(part.shape[1] for part in parts)), tensors=blocks)
 
     @abstractmethod
     def dequantize(self, packed: PackedWeight, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -162,3 +283,30 @@ def check_finite(amax: Tensor, name: str) -> None:
             expected="finite values only",
             remedy="The checkpoint is damaged or overflowed when it was converted; get a sound copy.",
         )
+
+
+def check_choices(fmt: WeightFormat, method: str, rounding: str) -> None:
+    """Refuse an unknown rounding, or a method that the format does not have.
+
+    Raises:
+        FormatError: with the nearest known name.
+    """
+    for what, value, known in (("rounding", rounding, ROUNDINGS), (f"{fmt.name} method", method, fmt.methods)):
+        if value not in known:
+            close = nearest(value, known)
+            raise FormatError(
+                f"unknown {what}",
+                got=repr(value),
+                expected=" or ".join(known),
+                remedy=f"Did you mean '{close}'?" if close else None,
+            )
+
+
+# Rows are processed in slices of about this many elements: bounds temporaries and stays in cache.
+_SLICE_ELEMENTS = 1 << 20
+
+
+def row_slices(d_out: int, d_in: int) -> list[slice]:
+    """Slices that cover all rows, each of about a million elements."""
+    step = max(1, _SLICE_ELEMENTS // d_in)
+    return [slice(start, start + step) for start in range(0, d_out, step)]

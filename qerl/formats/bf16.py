@@ -7,23 +7,55 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from qerl.formats.base import PackedWeight, WeightFormat, check_finite, check_weight
-from qerl.formats.nvfp4 import check_rounding
+from qerl.formats.base import (
+    METHODS,
+    BlockScales,
+    PackedWeight,
+    WeightFormat,
+    check_choices,
+    check_finite,
+    check_weight,
+)
 
 
 class Bf16Format(WeightFormat):
-    """One stored tensor, `weight` [d_out, d_in]. Nothing is rounded, so every rounding name gives the same bytes."""
+    """One stored tensor, `weight` [d_out, d_in]. Nothing is rounded, so every method and rounding gives the same bytes."""
 
     name = "bf16"
+    block = 1
+    methods = METHODS
 
-    def quantize(
-        self, weight: Tensor, *, rounding: str = "ct", segments: Sequence[int] | None = None, name: str = "weight"
-    ) -> PackedWeight:
-        check_rounding(rounding)
+    def block_scales(
+        self,
+        weight: Tensor,
+        *,
+        method: str = "rtn",
+        rounding: str = "ct",
+        segments: Sequence[int] | None = None,
+        name: str = "weight",
+        importance_I: Tensor | None = None,
+        shared: BlockScales | None = None,
+    ) -> BlockScales:
+        del importance_I, shared  # there is no scale to choose
+        check_choices(self, method, rounding)
         rows = check_weight(weight, segments, name)
-        check_finite(weight.abs().amax(), name)
+        amax = weight.abs().amax().float()
+        check_finite(amax, name)
         shape = (weight.shape[0], weight.shape[1])
-        return PackedWeight(format=self.name, shape=shape, tensors={"weight": weight.detach()}, segments=rows)
+        return BlockScales(format=self.name, shape=shape, segments=rows, rounding=rounding, amax=amax, tensors={})
+
+    def quantize_with_scales(self, weight: Tensor, scales: BlockScales) -> PackedWeight:
+        tensors = {"weight": weight.detach()}
+        return PackedWeight(format=self.name, shape=scales.shape, tensors=tensors, segments=scales.segments)
+
+    def steps(self, scales: BlockScales, columns: slice | None = None) -> Tensor:
+        """All ones; `snap` does not look at them."""
+        start, stop, _ = (columns or slice(None)).indices(scales.shape[1])
+        return torch.ones(scales.shape[0], stop - start, device=scales.amax.device)
+
+    def snap(self, weight: Tensor, steps: Tensor) -> Tensor:
+        del steps
+        return weight.float()
 
     def dequantize(self, packed: PackedWeight, dtype: torch.dtype = torch.float32) -> Tensor:
         return packed.tensors["weight"].to(dtype)

@@ -13,6 +13,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from qerl.formats.base import row_slices
+
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 LARGEST = 6.0
 SIGN = 8
@@ -63,3 +65,31 @@ def unpack(packed: Tensor) -> Tensor:
     """Bytes [..., n / 2] to float32 values [..., n]."""
     pairs = _byte_values(packed.device).index_select(0, packed.reshape(-1).int())
     return pairs.view(*packed.shape[:-1], packed.shape[-1] * 2)
+
+
+def nearest_value(x: Tensor) -> Tensor:
+    """The E2M1 value nearest to each element, float32: `encode` and decoding in one, signs as x < 0 gives them.
+
+    Below 2 the values are multiples of 1/2, below 4 of 1, above of 2; rounding to an even multiple is rounding to an even code.
+    """
+    magnitude = x.abs().clamp_(max=LARGEST)
+    spacing = torch.where(magnitude < 2, 0.5, torch.where(magnitude < 4, 1.0, 2.0))
+    return magnitude.div_(spacing).round_().mul_(spacing).mul_(torch.where(x < 0, -1.0, 1.0))
+
+
+def spread(steps_OB: Tensor, block: int, d_in: int, columns: slice | None) -> Tensor:
+    """One entry a block [d_out, blocks] to one an element [d_out, d_in], or to the given columns."""
+    start, stop, _ = (columns or slice(None)).indices(d_in)
+    first = start // block
+    last = -(-stop // block)
+    wide = steps_OB[:, first:last].repeat_interleave(block, dim=1)
+    return wide[:, start - first * block : stop - first * block]
+
+
+def expand(packed_OX: Tensor, steps_OB: Tensor, block: int, d_in: int, dtype: torch.dtype) -> Tensor:
+    """codes * steps [d_out, d_in]: the product in float32, then cast."""
+    out = torch.empty(packed_OX.shape[0], d_in, dtype=dtype, device=steps_OB.device)
+    for part in row_slices(packed_OX.shape[0], d_in):
+        q = unpack(packed_OX[part]).view(-1, steps_OB.shape[1], block)
+        out[part] = q.mul_(steps_OB[part, :, None]).flatten(1)[:, :d_in]
+    return out

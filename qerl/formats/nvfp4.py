@@ -29,62 +29,110 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from qerl.errors import FormatError, nearest
+from qerl.errors import FormatError
 from qerl.formats import e2m1
-from qerl.formats.base import PackedWeight, WeightFormat, check_finite, check_weight
+from qerl.formats.base import (
+    ROUNDINGS,
+    BlockScales,
+    PackedWeight,
+    PackLayout,
+    WeightFormat,
+    check_choices,
+    check_finite,
+    check_weight,
+    row_slices,
+)
+
+__all__ = ["BLOCK", "ROUNDINGS", "Nvfp4Format", "global_scale"]
 
 BLOCK = 16
 E4M3_MAX = 448.0
 E4M3_SMALLEST_NORMAL = 2.0**-6
 SCALE_RANGE = E4M3_MAX * e2m1.LARGEST
-ROUNDINGS = ("ct", "torchao")
-
-# Rows are processed in slices of about this many elements: bounds temporaries and stays in cache.
-_SLICE_ELEMENTS = 1 << 20
 
 
 class Nvfp4Format(WeightFormat):
     """See the module's docstring for layout and rounding."""
 
     name = "nvfp4"
+    block = BLOCK
     per_segment = frozenset({"global_scale"})
 
-    def quantize(
+    def block_scales(
         self,
         weight: Tensor,
         *,
+        method: str = "rtn",
         rounding: str = "ct",
         segments: Sequence[int] | None = None,
         name: str = "weight",
-    ) -> PackedWeight:
-        """As `WeightFormat.quantize`; all fused parts share one G, that of the largest magnitude."""
-        check_rounding(rounding)
+        importance_I: Tensor | None = None,
+        shared: BlockScales | None = None,
+    ) -> BlockScales:
+        """As `WeightFormat.block_scales`; all fused parts share one G, that of the largest magnitude."""
+        check_choices(self, method, rounding)
         rows = check_weight(weight, segments, name)
         amax = weight.abs().amax().float()
         check_finite(amax, name)
+        if shared is not None:
+            amax = shared.amax
         d_out, d_in = weight.shape
         blocks = -(-d_in // BLOCK)
-        packed = torch.empty(d_out, blocks * BLOCK // 2, dtype=torch.uint8, device=weight.device)
         scales = torch.empty(d_out, blocks, dtype=torch.float8_e4m3fn, device=weight.device)
-        encode = _encode_ct if rounding == "ct" else _encode_torchao
-        for part in _row_slices(d_out, d_in):
-            w = torch.nn.functional.pad(weight[part].float(), (0, blocks * BLOCK - d_in))
-            scales[part], codes = encode(w.view(-1, blocks, BLOCK), amax)
+        scales_of = _scales_ct if rounding == "ct" else _scales_torchao
+        for part in row_slices(d_out, d_in):
+            scales[part] = scales_of(_blocks(weight[part], blocks).abs().amax(-1), amax)
+        if shared is not None:
+            divisor = shared.tensors["global_scale"]
+        else:
+            divisor = global_scale(amax, rounding).repeat(len(rows))
+        return BlockScales(
+            format=self.name,
+            shape=(d_out, d_in),
+            segments=rows,
+            rounding=rounding,
+            amax=amax,
+            tensors={"block_scales": scales, "global_scale": divisor},
+        )
+
+    def quantize_with_scales(self, weight: Tensor, scales: BlockScales) -> PackedWeight:
+        d_out, d_in = scales.shape
+        block_scales = scales.tensors["block_scales"]
+        blocks = block_scales.shape[1]
+        packed = torch.empty(d_out, blocks * BLOCK // 2, dtype=torch.uint8, device=weight.device)
+        factor = _factor_torchao(scales) if scales.rounding == "torchao" else self._row_divisor(scales)[:, None]
+        for part in row_slices(d_out, d_in):
+            w_OBK = _blocks(weight[part], blocks)
+            wide = block_scales[part].float()
+            if scales.rounding == "torchao":
+                x = w_OBK * (factor / wide)[..., None]
+                # Zeros times an overflowed factor would be NaN.
+                x = torch.where(w_OBK == 0, w_OBK, x)
+                codes = e2m1.encode(x, torch.signbit(x))
+            else:
+                x = w_OBK / (wide / factor[part])[..., None]
+                codes = e2m1.encode(x, x < 0)
             packed[part] = e2m1.pack(codes.view(-1, blocks * BLOCK))
-        tensors = {
-            "packed": packed,
-            "block_scales": scales,
-            "global_scale": global_scale(amax, rounding).repeat(len(rows)),
-        }
-        return PackedWeight(format=self.name, shape=(d_out, d_in), tensors=tensors, segments=rows)
+        tensors = {"packed": packed, **scales.tensors}
+        return PackedWeight(format=self.name, shape=scales.shape, tensors=tensors, segments=scales.segments)
+
+    def steps(self, scales: BlockScales, columns: slice | None = None) -> Tensor:
+        """s / G, the rounded quotient that dequantizing multiplies by."""
+        steps_OB = scales.tensors["block_scales"].float() / self._row_divisor(scales)[:, None]
+        return e2m1.spread(steps_OB, BLOCK, scales.shape[1], columns)
+
+    def snap(self, weight: Tensor, steps: Tensor) -> Tensor:
+        return e2m1.nearest_value(weight.float() / steps).mul_(steps)
 
     def dequantize(self, packed: PackedWeight, dtype: torch.dtype = torch.float32) -> Tensor:
         scales = packed.tensors["block_scales"].float() / self._row_divisor(packed)[:, None]
-        return _expand(packed, scales, dtype)
+        return e2m1.expand(packed.tensors["packed"], scales, BLOCK, packed.shape[1], dtype)
 
     def factored(self, packed: PackedWeight, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
         """Values q * s: at most six significant bits, exact in float16, bfloat16 and wider; divisor G."""
-        return _expand(packed, packed.tensors["block_scales"].float(), dtype), self._row_divisor(packed)
+        scales = packed.tensors["block_scales"].float()
+        values = e2m1.expand(packed.tensors["packed"], scales, BLOCK, packed.shape[1], dtype)
+        return values, self._row_divisor(packed)
 
     def nbytes(self, shape: tuple[int, int], segments: int = 1, itemsize: int = 2) -> int:
         del itemsize  # storage does not depend on the compute type
@@ -141,27 +189,11 @@ class Nvfp4Format(WeightFormat):
         return PackedWeight(format=self.name, shape=shape, tensors=tensors, segments=(d_out,))
 
     @staticmethod
-    def _row_divisor(packed: PackedWeight) -> Tensor:
+    def _row_divisor(stored: PackedWeight | BlockScales) -> Tensor:
         """G of every output row, float32 [d_out]."""
-        scale = packed.tensors["global_scale"]
-        rows = torch.tensor(packed.segments, device=scale.device)
-        return torch.repeat_interleave(scale, rows, output_size=packed.shape[0])
-
-
-def check_rounding(rounding: str) -> None:
-    """Refuse an unknown rounding name.
-
-    Raises:
-        FormatError: with the nearest known name.
-    """
-    if rounding not in ROUNDINGS:
-        close = nearest(rounding, ROUNDINGS)
-        raise FormatError(
-            "unknown NVFP4 rounding",
-            got=repr(rounding),
-            expected=" or ".join(ROUNDINGS),
-            remedy=f"Did you mean '{close}'?" if close else None,
-        )
+        scale = stored.tensors["global_scale"]
+        rows = torch.tensor(stored.segments, device=scale.device)
+        return torch.repeat_interleave(scale, rows, output_size=stored.shape[0])
 
 
 def global_scale(amax: Tensor, rounding: str = "ct") -> Tensor:
@@ -173,37 +205,29 @@ def global_scale(amax: Tensor, rounding: str = "ct") -> Tensor:
     return torch.where(torch.isinf(scale), 1.0, scale)
 
 
-def _row_slices(d_out: int, d_in: int) -> list[slice]:
-    step = max(1, _SLICE_ELEMENTS // d_in)
-    return [slice(start, start + step) for start in range(0, d_out, step)]
+def _blocks(weight: Tensor, blocks: int) -> Tensor:
+    """Rows as float32 [rows, blocks, 16], padded with zeros."""
+    return torch.nn.functional.pad(weight.float(), (0, blocks * BLOCK - weight.shape[1])).view(-1, blocks, BLOCK)
 
 
-def _encode_ct(w_OBK: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
-    """(block scales [O, blocks], codes [O, blocks, 16]) under the rounding `ct`."""
-    divisor = global_scale(amax)
-    scales = (divisor * (w_OBK.abs().amax(-1) / e2m1.LARGEST)).clamp(max=E4M3_MAX).to(torch.float8_e4m3fn)
-    wide = scales.float()
-    wide = torch.where(wide == 0, 0.125, wide)
-    x = w_OBK / (wide / divisor)[..., None]
-    return wide.to(torch.float8_e4m3fn), e2m1.encode(x, x < 0)
+def _scales_ct(amax_OB: Tensor, amax: Tensor) -> Tensor:
+    """Block scales of given block maxima under the rounding `ct`."""
+    scales = (global_scale(amax) * (amax_OB / e2m1.LARGEST)).clamp(max=E4M3_MAX).to(torch.float8_e4m3fn).float()
+    return torch.where(scales == 0, 0.125, scales).to(torch.float8_e4m3fn)
 
 
-def _encode_torchao(w_OBK: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
-    """(block scales [O, blocks], codes [O, blocks, 16]) under the rounding `torchao`."""
-    tensor_scale = amax.float() / SCALE_RANGE
-    tensor_scale = torch.where(tensor_scale > 0, tensor_scale, 1.0)
-    scales = (w_OBK.abs().amax(-1) / e2m1.LARGEST) / tensor_scale
-    scales = scales.clamp(E4M3_SMALLEST_NORMAL, E4M3_MAX).to(torch.float8_e4m3fn)
-    x = w_OBK * ((1.0 / tensor_scale) / scales.float())[..., None]
-    x = torch.where(w_OBK == 0, w_OBK, x)
-    return scales, e2m1.encode(x, torch.signbit(x))
+def _scales_torchao(amax_OB: Tensor, amax: Tensor) -> Tensor:
+    """Block scales of given block maxima under the rounding `torchao`."""
+    scales = (amax_OB / e2m1.LARGEST) / _tensor_scale(amax)
+    return scales.clamp(E4M3_SMALLEST_NORMAL, E4M3_MAX).to(torch.float8_e4m3fn)
 
 
-def _expand(packed: PackedWeight, scales_OB: Tensor, dtype: torch.dtype) -> Tensor:
-    """codes * scales [d_out, d_in]: the product in float32, then cast."""
-    d_out, d_in = packed.shape
-    out = torch.empty(d_out, d_in, dtype=dtype, device=scales_OB.device)
-    for part in _row_slices(d_out, d_in):
-        q = e2m1.unpack(packed.tensors["packed"][part]).view(-1, scales_OB.shape[1], BLOCK)
-        out[part] = q.mul_(scales_OB[part, :, None]).flatten(1)[:, :d_in]
-    return out
+def _tensor_scale(amax: Tensor) -> Tensor:
+    """p = amax / 2688 of the rounding `torchao`, 1 where that is 0."""
+    scale = amax / SCALE_RANGE
+    return torch.where(scale > 0, scale, 1.0)
+
+
+def _factor_torchao(scales: BlockScales) -> Tensor:
+    """1 / p; a code is w * ((1 / p) / s)."""
+    return 1.0 / _tensor_scale(scales.amax)

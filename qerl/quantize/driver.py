@@ -16,7 +16,8 @@ from torch import Tensor
 
 from qerl.errors import CheckpointError, ConfigError
 from qerl.formats import PackedWeight, get_format
-from qerl.formats.nvfp4 import BLOCK, check_rounding
+from qerl.formats.base import check_choices
+from qerl.formats.nvfp4 import BLOCK
 from qerl.model.spec import GroupShape, ModelSpec, read_json_object
 from qerl.model.tensor_folder import INDEX_FILE, TensorFolder
 from qerl.quantize.layout import ShardWriter, quantization_config, stored_tensors
@@ -105,7 +106,7 @@ def _check_request(out: Path, format_name: str, method: str, rounding: str) -> N
         )
     if method != "rtn":
         raise ConfigError("unknown quantizer", got=f"method={method}", expected="rtn")
-    check_rounding(rounding)
+    check_choices(get_format(format_name), method, rounding)
     if out.exists():
         raise CheckpointError(
             "the output folder exists already",
