@@ -103,7 +103,7 @@ class DataConfig(Section):
     """Prompts for training and evaluation."""
 
     train: str | None = None
-    """A .jsonl/.parquet file, a built-in data set (`arithmetic`), a folder NAME under $QERL_DATA, or a hub name; `NAME:split` picks a split (default train)."""
+    """A .jsonl/.parquet file, a built-in data set (`arithmetic`), a folder NAME under $QERL_DATA, or a hub name (`owner/name` or `owner/name/config`); `NAME:split` picks a split (default train)."""
     eval: str | None = None
     """The same for evaluation (default split: test)."""
     eval_limit: Positive | None = None
@@ -162,7 +162,7 @@ class RewardConfig(Section):
     format_pattern: str = r"\\boxed\{.+\}"
     """Regular expression that `format` looks for anywhere in the answer (dot matches newline)."""
     timeout_seconds: Annotated[float, Field(gt=0)] = 10.0
-    """Longest time one sample's scoring may take before it counts as unscorable."""
+    """Longest time of one call of a reward function (the whole batch first, single answers if that fails) and of one symbolic comparison."""
     overlong: OverlongConfig = OverlongConfig()
     """Soft overlong punishment."""
 
@@ -243,7 +243,7 @@ class TrainConfig(Section):
 
     steps: Positive = 200
     """Rollout steps; planned updates = steps * optim.updates_per_rollout."""
-    seed: NonNegative = 0
+    seed: Annotated[int, Field(ge=0, lt=2**64)] = 0
     """Root of every keyed draw: data order, sampling, noise, adapter initialization."""
     token_budget: Positive = 16384
     """Most tokens (prompt + answer) of one packed forward/backward pass; the loss does not depend on it."""

@@ -2,10 +2,12 @@
 
 import json
 import math
+from dataclasses import asdict
 
 import pytest
 
 from qerl.config.load import load_config
+from qerl.data.synthetic import arithmetic_problems
 from qerl.metrics.catalogue import is_reproducible
 from qerl.metrics.run_dir import RunDir
 from qerl.train.run import train
@@ -13,8 +15,6 @@ from qerl.train.run import train
 BASE = [
     "model.path=demo",
     "model.dtype=float32",
-    "data.train=arithmetic",
-    "data.eval=arithmetic",
     "data.eval_limit=16",
     "rollout.prompts_per_step=4",
     "rollout.group_size=4",
@@ -30,34 +30,51 @@ BASE = [
 ]
 
 
-def run(tmp_path, name, *settings, resume=False, stop_after=None):
-    config = load_config(None, [*BASE, f"run.dir={tmp_path}", f"run.name={name}", *settings])
-    return RunDir.open(train(config, resume=resume, stop_after=stop_after))
+@pytest.fixture(scope="session")
+def data(tmp_path_factory):
+    """A small arithmetic data set as files: rendering the whole built-in one would take most of a short run."""
+    folder = tmp_path_factory.mktemp("data")
+    for split in ("train", "test"):
+        rows = [asdict(problem) for problem in arithmetic_problems(split, 64)]
+        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+@pytest.fixture
+def run(tmp_path, data):
+    """Runs the training loop under a name, with settings on top of BASE; gives the run folder."""
+
+    def start(name, *settings, resume=False, stop_after=None):
+        where = [f"data.train={data}", f"data.eval={data}", f"run.dir={tmp_path}", f"run.name={name}"]
+        config = load_config(None, [*BASE, *where, *settings])
+        return RunDir.open(train(config, resume=resume, stop_after=stop_after))
+
+    return start
 
 
 def reproducible(run_dir):
     return [{key: value for key, value in row.items() if is_reproducible(key)} for row in run_dir.read_metrics()]
 
 
-def test_same_seed_gives_the_same_metrics_to_the_bit_and_another_seed_does_not(tmp_path):
-    first = reproducible(run(tmp_path, "a"))
+def test_same_seed_gives_the_same_metrics_to_the_bit_and_another_seed_does_not(run):
+    first = reproducible(run("a"))
     assert [row["step"] for row in first] == [0, 1, 2, 3, 4]
-    assert first == reproducible(run(tmp_path, "b"))
-    assert first != reproducible(run(tmp_path, "c", "train.seed=1"))
+    assert first == reproducible(run("b"))
+    assert first != reproducible(run("c", "train.seed=1"))
 
 
 @pytest.mark.parametrize("settings", [(), ("optim.updates_per_rollout=2", "objective.noise=absent")])
-def test_stopping_and_resuming_changes_no_metric(tmp_path, settings):
-    whole = run(tmp_path, "whole", *settings)
-    run(tmp_path, "parts", *settings, stop_after=2)
-    parts = run(tmp_path, "parts", *settings, resume=True)
+def test_stopping_and_resuming_changes_no_metric(run, settings):
+    whole = run("whole", *settings)
+    run("parts", *settings, stop_after=2)
+    parts = run("parts", *settings, resume=True)
     assert reproducible(whole) == reproducible(parts)
     assert whole.read_json("summary.json")["evaluation"] == parts.read_json("summary.json")["evaluation"]
     assert whole.read_json("summary.json")["tokens"] == parts.read_json("summary.json")["tokens"]
 
 
-def test_a_killed_run_resumes_from_its_last_checkpoint(tmp_path, monkeypatch):
-    whole = run(tmp_path, "whole", "train.save_every=1")
+def test_a_killed_run_resumes_from_its_last_checkpoint(run, monkeypatch):
+    whole = run("whole", "train.save_every=1")
     from qerl.train import loop
 
     real, calls = loop.learn, []
@@ -70,15 +87,15 @@ def test_a_killed_run_resumes_from_its_last_checkpoint(tmp_path, monkeypatch):
 
     monkeypatch.setattr(loop, "learn", dies_in_step_three)
     with pytest.raises(KeyboardInterrupt):
-        run(tmp_path, "killed", "train.save_every=1")
+        run("killed", "train.save_every=1")
     monkeypatch.undo()
-    assert reproducible(run(tmp_path, "killed", "train.save_every=1", resume=True)) == reproducible(whole)
+    assert reproducible(run("killed", "train.save_every=1", resume=True)) == reproducible(whole)
 
 
-def test_sigma_zero_is_bit_identical_to_noise_off(tmp_path):
+def test_sigma_zero_is_bit_identical_to_noise_off(run):
     silent = ["aqn.schedule=constant", "aqn.sigma_start=0"]
-    zero = reproducible(run(tmp_path, "zero", *silent))
-    off = reproducible(run(tmp_path, "off", "aqn.enabled=false"))
+    zero = reproducible(run("zero", *silent))
+    off = reproducible(run("off", "aqn.enabled=false"))
     for row_zero, row_off in zip(zero, off, strict=True):
         assert {k: v for k, v in row_zero.items() if k != "aqn/stage"} == {
             k: v for k, v in row_off.items() if k != "aqn/stage"
@@ -91,41 +108,41 @@ def noisy_steps(run_dir):
     return rows
 
 
-def test_replayed_noise_and_recomputed_denominator_give_ratio_exactly_one(tmp_path):
-    for row in noisy_steps(run(tmp_path, "r", "objective.denominator=recomputed")):
+def test_replayed_noise_and_recomputed_denominator_give_ratio_exactly_one(run):
+    for row in noisy_steps(run("r", "objective.denominator=recomputed")):
         assert row["ratio/min"] == row["ratio/max"] == row["ratio/mean"] == 1.0
         assert row["clip_ratio/region_mean"] == 0.0
 
 
-def test_replayed_noise_and_behavior_denominator_give_ratio_one_within_rounding(tmp_path):
-    for row in noisy_steps(run(tmp_path, "b")):
+def test_replayed_noise_and_behavior_denominator_give_ratio_one_within_rounding(run):
+    for row in noisy_steps(run("b")):
         assert abs(row["ratio/min"] - 1) <= 1e-4 and abs(row["ratio/max"] - 1) <= 1e-4
         assert row["sampling/sampling_logp_difference/max"] <= 1e-4
 
 
-def test_absent_noise_is_visible_in_the_mismatch(tmp_path):
-    for row in noisy_steps(run(tmp_path, "n", "objective.noise=absent", "aqn.sigma_start=0.1")):
+def test_absent_noise_is_visible_in_the_mismatch(run):
+    for row in noisy_steps(run("n", "objective.noise=absent", "aqn.sigma_start=0.1")):
         assert row["ratio/max"] == 1.0
         assert row["sampling/sampling_logp_difference/mean"] > 1e-3
         assert row["importance_weight/mean"] != 1.0
 
 
-def test_kl_to_the_reference_is_zero_at_the_start_and_then_grows(tmp_path):
-    rows = run(tmp_path, "kl", "objective.kl_coef=0.1", "aqn.enabled=false").read_metrics()[1:]
+def test_kl_to_the_reference_is_zero_at_the_start_and_then_grows(run):
+    rows = run("kl", "objective.kl_coef=0.1", "aqn.enabled=false").read_metrics()[1:]
     assert rows[0]["kl"] == pytest.approx(0.0, abs=1e-9)
     assert rows[-1]["kl"] > 1e-8
 
 
 @pytest.mark.parametrize("checkpointing", ["true", "false"])
-def test_packing_and_recomputation_do_not_change_the_loss(tmp_path, checkpointing):
-    small = run(tmp_path, "small", "train.token_budget=150", f"train.checkpointing={checkpointing}", "train.steps=1")
-    large = run(tmp_path, "large", "train.steps=1")
+def test_packing_and_recomputation_do_not_change_the_loss(run, checkpointing):
+    small = run("small", "train.token_budget=150", f"train.checkpointing={checkpointing}", "train.steps=1")
+    large = run("large", "train.steps=1")
     for key in ("loss", "grad_norm", "entropy", "reward"):
         assert small.read_metrics()[1][key] == pytest.approx(large.read_metrics()[1][key], rel=1e-4, abs=1e-6), key
 
 
-def test_run_folder_holds_what_is_promised(tmp_path):
-    done = run(tmp_path, "files", "train.save_every=2", "log.completions=3")
+def test_run_folder_holds_what_is_promised(run):
+    done = run("files", "train.save_every=2", "log.completions=3")
     names = {str(path.relative_to(done.path)) for path in done.path.rglob("*") if path.is_file()}
     expected = {"config.resolved.yaml", "env.json", "metrics.jsonl", "memory.json", "summary.json", "report.html"}
     for step in (2, 4):
@@ -150,6 +167,6 @@ def test_run_folder_holds_what_is_promised(tmp_path):
         assert measured[owner] == predicted[owner], owner
 
 
-def test_metrics_of_a_run_are_finite(tmp_path):
-    for row in run(tmp_path, "finite").read_metrics():
+def test_metrics_of_a_run_are_finite(run):
+    for row in run("finite").read_metrics():
         assert all(math.isfinite(value) for value in row.values())
