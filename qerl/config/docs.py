@@ -11,7 +11,7 @@ from qerl.config.schema import Config
 
 _HEAD = """# Configuration
 
-Generated from `qerl/config/schema.py` by `make docs`; do not edit.
+Generated from `qerl/config/` by `make docs`; do not edit.
 
 Defaults are overridden by a YAML file, and that by `section.key=value` arguments on the command line. Unknown keys and wrong
 types are errors. `auto` values are resolved when the configuration is read, where the text says so, and the resolved file is

@@ -9,20 +9,14 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
+
+from qerl.config.objective import ObjectiveConfig
+from qerl.config.section import Fraction, NonNegative, Positive, Section
 
 Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 PROJECTIONS: tuple[Projection, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 Site = Literal["attn_norm", "mlp_norm", "final_norm"]
-Positive = Annotated[int, Field(ge=1)]
-NonNegative = Annotated[int, Field(ge=0)]
-Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
-
-
-class Section(BaseModel):
-    """Base of all sections: strict types, no unknown keys, immutable, docstrings as descriptions."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
 
 
 class ModelConfig(Section):
@@ -174,46 +168,6 @@ class RewardConfig(Section):
             raise ValueError(
                 f"reward.weights has {len(self.weights)} entries for {len(self.functions)} reward.functions"
             )
-        return self
-
-
-class ObjectiveConfig(Section):
-    """The clipped surrogate and its denominator."""
-
-    type: Literal["grpo", "dapo", "dr_grpo"] = "dapo"
-    """grpo: mean over sequences of token means. dapo: token mean over the whole batch. dr_grpo: token sum over B * max_new_tokens."""
-    clip_low: Annotated[float, Field(ge=0, lt=1)] = 0.2
-    """Lower clip: ratio >= 1 - clip_low (TRL `epsilon`)."""
-    clip_high: Annotated[float, Field(ge=0)] = 0.28
-    """Upper clip: ratio <= 1 + clip_high (TRL `epsilon_high`)."""
-    denominator: Literal["auto", "behavior", "recomputed"] = "auto"
-    """`behavior`: log-probs recorded by the engine. `recomputed`: the trainer's own pass at the old parameters. `auto`: behavior with noise replayed, recomputed with noise absent."""
-    noise: Literal["replayed", "absent"] = "replayed"
-    """`replayed`: train the policy given its noise. `absent`: train the clean policy from noisy behavior."""
-    is_cap: Annotated[float, Field(gt=0)] | Literal["auto", "off"] = "auto"
-    """Cap c of the token weight min(pi_old / pi_behavior, c), which exists only with denominator=recomputed (`auto`: 2.0 there, off with behavior)."""
-    kl_coef: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of the k3 KL estimate to the reference: same model, adapters and noise off, initial norms (TRL `beta`)."""
-    advantage: Literal["group", "none", "batch", "leave_one_out"] = "group"
-    """`group`: (R - mean) / (std + eps), population std. `none`: R - mean (Dr. GRPO). `batch`: R - group mean over the batch's std. `leave_one_out`: R - mean of the others."""
-    mask_truncated: bool = False
-    """Truncated answers stay in the group statistics but leave the loss."""
-
-    @model_validator(mode="after")
-    def _check(self) -> ObjectiveConfig:
-        denominator = self.denominator
-        if denominator == "auto":
-            denominator = "behavior" if self.noise == "replayed" else "recomputed"
-        if denominator == "behavior" and self.is_cap not in ("auto", "off"):
-            raise ValueError(
-                "objective.is_cap has no meaning with objective.denominator=behavior: the ratio is already taken to the behavior "
-                "policy and a second weight would count it twice; use denominator=recomputed or is_cap=off"
-            )
-        cap = self.is_cap
-        if cap == "auto":
-            cap = 2.0 if denominator == "recomputed" else "off"
-        object.__setattr__(self, "denominator", denominator)
-        object.__setattr__(self, "is_cap", cap)
         return self
 
 

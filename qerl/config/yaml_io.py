@@ -15,6 +15,7 @@ import yaml
 
 _INT = re.compile(r"[-+]?(0|[1-9][0-9]*)$")
 _FLOAT = re.compile(r"[-+]?((\.[0-9]+|[0-9]+\.[0-9]*)([eE][-+]?[0-9]+)?|[0-9]+[eE][-+]?[0-9]+)$")
+_UNICODE_BREAK = re.compile("[\x85\u2028\u2029]")
 _DEEPEST = 20
 """Levels of nesting; deeper is a mistake (or an anchor that contains itself)."""
 _RESOLVERS = (
@@ -56,9 +57,15 @@ def _represent_list(dumper: _Dumper, value: list[Any]) -> yaml.Node:
     return dumper.represent_sequence("tag:yaml.org,2002:seq", value, flow_style=True)
 
 
+def _represent_text(dumper: _Dumper, value: str) -> yaml.Node:
+    # Single quotes fold line breaks, and these count as line breaks too.
+    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style='"' if _UNICODE_BREAK.search(value) else None)
+
+
 _Loader.add_constructor("tag:yaml.org,2002:int", _construct_int)
 _Loader.add_constructor("tag:yaml.org,2002:float", _construct_float)
 _Dumper.add_representer(list, _represent_list)
+_Dumper.add_representer(str, _represent_text)
 
 
 def parse_yaml(text: str) -> tuple[Any, dict[tuple[str, ...], int]]:
