@@ -75,8 +75,9 @@ class BlockScales:
     """Row counts of the fused parts."""
     rounding: str
     """Named rounding that the codes will follow."""
-    amax: Tensor
-    """Largest magnitude of the whole weight, float32 scalar; the tensor-wide scale comes from it."""
+    reach: Tensor
+    """The magnitude that a tensor-wide scale is made for, float32 scalar: the largest of the weight, or twice that after a
+    search that wants room above."""
     tensors: dict[str, Tensor]
     """What is stored beside the codes."""
 
@@ -306,7 +307,7 @@ def check_choices(fmt: WeightFormat, method: str, rounding: str) -> None:
 _SLICE_ELEMENTS = 1 << 20
 
 
-def row_slices(d_out: int, d_in: int) -> list[slice]:
-    """Slices that cover all rows, each of about a million elements."""
-    step = max(1, _SLICE_ELEMENTS // d_in)
+def row_slices(d_out: int, d_in: int, elements: int = _SLICE_ELEMENTS) -> list[slice]:
+    """Slices that cover all rows, each of about `elements` elements."""
+    step = max(1, elements // d_in)
     return [slice(start, start + step) for start in range(0, d_out, step)]

@@ -39,10 +39,10 @@ class Bf16Format(WeightFormat):
         del importance_I, shared  # there is no scale to choose
         check_choices(self, method, rounding)
         rows = check_weight(weight, segments, name)
-        amax = weight.abs().amax().float()
-        check_finite(amax, name)
+        reach = weight.abs().amax().float()
+        check_finite(reach, name)
         shape = (weight.shape[0], weight.shape[1])
-        return BlockScales(format=self.name, shape=shape, segments=rows, rounding=rounding, amax=amax, tensors={})
+        return BlockScales(format=self.name, shape=shape, segments=rows, rounding=rounding, reach=reach, tensors={})
 
     def quantize_with_scales(self, weight: Tensor, scales: BlockScales) -> PackedWeight:
         tensors = {"weight": weight.detach()}
@@ -51,7 +51,7 @@ class Bf16Format(WeightFormat):
     def steps(self, scales: BlockScales, columns: slice | None = None) -> Tensor:
         """All ones; `snap` does not look at them."""
         start, stop, _ = (columns or slice(None)).indices(scales.shape[1])
-        return torch.ones(scales.shape[0], stop - start, device=scales.amax.device)
+        return torch.ones(scales.shape[0], stop - start, device=scales.reach.device)
 
     def snap(self, weight: Tensor, steps: Tensor) -> Tensor:
         del steps

@@ -20,214 +20,107 @@ Where torchao's own arithmetic gives NaN it is not followed: a tensor with p = 0
 stored as zero, and so are zeros in a tensor with amax below 5.1e-34 (0 * inf there). Where 2688/amax overflows (amax below
 7.9e-36), G is 1 under `ct`, as in that library, and the largest float under `torchao`, whose codes saturate; either way the
 error is below 1e-35.
+
+Searched methods:
+
+    mse            s among the neighbors of the rounded-to-nearest one in E4M3, 3 below (the largest weight saturates) to
+                   7 above (the largest weight is coded 4, or 3, where steps are finer): the least squared error
+    four_over_six  s for amax_b -> 6 or for amax_b -> 4, whichever leaves the smaller squared error
+
+Both halve G first, if no block scale is so small that halving it would round. No step that rounding to nearest can choose
+is lost by that, and blocks near the tensor's largest magnitude can be given a larger scale too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
 
 from qerl.errors import FormatError
 from qerl.formats import e2m1
-from qerl.formats.base import (
-    ROUNDINGS,
-    BlockScales,
-    PackedWeight,
-    PackLayout,
-    WeightFormat,
-    check_choices,
-    check_finite,
-    check_weight,
-    row_slices,
-)
-
-__all__ = ["BLOCK", "ROUNDINGS", "Nvfp4Format", "global_scale"]
+from qerl.formats.base import METHODS, BlockScales, PackLayout
+from qerl.formats.e2m1_blocks import E2m1Format
 
 BLOCK = 16
 E4M3_MAX = 448.0
 E4M3_SMALLEST_NORMAL = 2.0**-6
 SCALE_RANGE = E4M3_MAX * e2m1.LARGEST
 
+# E4M3 bytes 1..126 are its positive numbers in order; 127 is NaN.
+_LARGEST_BYTE = 126
+_OFFSETS = (-1, 1, -2, 2, -3, 3, 4, 5, 6, 7)
 
-class Nvfp4Format(WeightFormat):
-    """See the module's docstring for layout and rounding."""
+
+class Nvfp4Format(E2m1Format):
+    """See the module's docstring for layout, roundings and methods."""
 
     name = "nvfp4"
     block = BLOCK
+    methods = METHODS
     per_segment = frozenset({"global_scale"})
+    scale_dtype = torch.float8_e4m3fn
+    layout = PackLayout(
+        name="nvfp4-pack-quantized",
+        suffixes={"packed": "weight_packed", "block_scales": "weight_scale", "global_scale": "weight_global_scale"},
+        weights={"strategy": "tensor_group", "group_size": BLOCK, "scale_dtype": "torch.float8_e4m3fn"},
+    )
 
-    def block_scales(
-        self,
-        weight: Tensor,
-        *,
-        method: str = "rtn",
-        rounding: str = "ct",
-        segments: Sequence[int] | None = None,
-        name: str = "weight",
-        importance_I: Tensor | None = None,
-        shared: BlockScales | None = None,
-    ) -> BlockScales:
-        """As `WeightFormat.block_scales`; all fused parts share one G, that of the largest magnitude."""
-        check_choices(self, method, rounding)
-        rows = check_weight(weight, segments, name)
-        amax = weight.abs().amax().float()
-        check_finite(amax, name)
-        if shared is not None:
-            amax = shared.amax
-        d_out, d_in = weight.shape
-        blocks = -(-d_in // BLOCK)
-        scales = torch.empty(d_out, blocks, dtype=torch.float8_e4m3fn, device=weight.device)
-        scales_of = _scales_ct if rounding == "ct" else _scales_torchao
-        for part in row_slices(d_out, d_in):
-            scales[part] = scales_of(_blocks(weight[part], blocks).abs().amax(-1), amax)
-        if shared is not None:
-            divisor = shared.tensors["global_scale"]
+    def scale_values(self, scales_OB: Tensor) -> Tensor:
+        return scales_OB.float()
+
+    def tensor_scales(self, reach: Tensor, rounding: str, segments: int) -> dict[str, Tensor]:
+        """All fused parts share one G, that of the largest magnitude."""
+        return {"global_scale": global_scale(reach, rounding).repeat(segments)}
+
+    def nearest_scales(self, amax_OB: Tensor, reach: Tensor, rounding: str) -> Tensor:
+        if rounding == "torchao":
+            scales = (amax_OB / e2m1.LARGEST) / _tensor_scale(reach)
+            return scales.clamp(E4M3_SMALLEST_NORMAL, E4M3_MAX).to(torch.float8_e4m3fn)
+        scales = (global_scale(reach) * (amax_OB / e2m1.LARGEST)).clamp(max=E4M3_MAX).to(torch.float8_e4m3fn).float()
+        return torch.where(scales == 0, 0.125, scales).to(torch.float8_e4m3fn)
+
+    def search_reach(self, reach: Tensor, scales_OB: Tensor, amax_OB: Tensor) -> Tensor:
+        smallest = torch.where(amax_OB > 0, scales_OB.float(), torch.inf).amin()
+        return torch.where(smallest >= 2 * E4M3_SMALLEST_NORMAL, 2 * reach, reach)
+
+    def candidates(self, method: str, scales_OB: Tensor, amax_OB: Tensor, reach: Tensor) -> Iterable[Tensor]:
+        nearest = scales_OB.view(torch.uint8)
+        yield nearest
+        if method == "four_over_six":
+            yield self.nearest_scales(amax_OB * (e2m1.LARGEST / 4), reach, "ct").view(torch.uint8)
         else:
-            divisor = global_scale(amax, rounding).repeat(len(rows))
-        return BlockScales(
-            format=self.name,
-            shape=(d_out, d_in),
-            segments=rows,
-            rounding=rounding,
-            amax=amax,
-            tensors={"block_scales": scales, "global_scale": divisor},
-        )
+            for offset in _OFFSETS:
+                yield (nearest.to(torch.int16) + offset).clamp_(1, _LARGEST_BYTE).to(torch.uint8)
 
-    def quantize_with_scales(self, weight: Tensor, scales: BlockScales) -> PackedWeight:
-        d_out, d_in = scales.shape
-        block_scales = scales.tensors["block_scales"]
-        blocks = block_scales.shape[1]
-        packed = torch.empty(d_out, blocks * BLOCK // 2, dtype=torch.uint8, device=weight.device)
-        factor = _factor_torchao(scales) if scales.rounding == "torchao" else self._row_divisor(scales)[:, None]
-        for part in row_slices(d_out, d_in):
-            w_OBK = _blocks(weight[part], blocks)
-            wide = block_scales[part].float()
-            if scales.rounding == "torchao":
-                x = w_OBK * (factor / wide)[..., None]
-                # Zeros times an overflowed factor would be NaN.
-                x = torch.where(w_OBK == 0, w_OBK, x)
-                codes = e2m1.encode(x, torch.signbit(x))
-            else:
-                x = w_OBK / (wide / factor[part])[..., None]
-                codes = e2m1.encode(x, x < 0)
-            packed[part] = e2m1.pack(codes.view(-1, blocks * BLOCK))
-        tensors = {"packed": packed, **scales.tensors}
-        return PackedWeight(format=self.name, shape=scales.shape, tensors=tensors, segments=scales.segments)
+    def codes(self, w_OBK: Tensor, steps_OB: Tensor, scales_OB: Tensor, scales: BlockScales) -> Tensor:
+        if scales.rounding == "torchao":
+            x = w_OBK * ((1.0 / _tensor_scale(scales.reach)) / scales_OB.float())[..., None]
+            # Zeros times an overflowed factor would be NaN.
+            x = torch.where(w_OBK == 0, w_OBK, x)
+            return e2m1.encode(x, torch.signbit(x))
+        x = w_OBK / steps_OB[..., None]
+        return e2m1.encode(x, x < 0)
 
-    def steps(self, scales: BlockScales, columns: slice | None = None) -> Tensor:
-        """s / G, the rounded quotient that dequantizing multiplies by."""
-        steps_OB = scales.tensors["block_scales"].float() / self._row_divisor(scales)[:, None]
-        return e2m1.spread(steps_OB, BLOCK, scales.shape[1], columns)
-
-    def snap(self, weight: Tensor, steps: Tensor) -> Tensor:
-        return e2m1.nearest_value(weight.float() / steps).mul_(steps)
-
-    def dequantize(self, packed: PackedWeight, dtype: torch.dtype = torch.float32) -> Tensor:
-        scales = packed.tensors["block_scales"].float() / self._row_divisor(packed)[:, None]
-        return e2m1.expand(packed.tensors["packed"], scales, BLOCK, packed.shape[1], dtype)
-
-    def factored(self, packed: PackedWeight, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-        """Values q * s: at most six significant bits, exact in float16, bfloat16 and wider; divisor G."""
-        scales = packed.tensors["block_scales"].float()
-        values = e2m1.expand(packed.tensors["packed"], scales, BLOCK, packed.shape[1], dtype)
-        return values, self._row_divisor(packed)
-
-    def nbytes(self, shape: tuple[int, int], segments: int = 1, itemsize: int = 2) -> int:
-        del itemsize  # storage does not depend on the compute type
-        d_out, d_in = shape
-        blocks = -(-d_in // BLOCK)
-        return d_out * blocks * (BLOCK // 2 + 1) + 4 * segments
-
-    def from_parts(
-        self,
-        packed: Tensor,
-        block_scales: Tensor,
-        global_scale: Tensor,
-        *,
-        d_in: int | None = None,
-        name: str = "weight",
-    ) -> PackedWeight:
-        """Wrap tensors that were quantized elsewhere (one projection), bytes untouched.
-
-        Args:
-            packed: uint8 [d_out, P / 2].
-            block_scales: float8_e4m3fn [d_out, P / 16].
-            global_scale: float32, one element: G, a divisor.
-            d_in: logical inputs; None takes P.
-            name: how errors call the tensor.
-
-        Raises:
-            FormatError: dtypes or shapes that do not fit together, or a G that is not positive and finite.
-        """
-        d_out, half = packed.shape if packed.ndim == 2 else (0, 0)
-        fits = (
-            packed.dtype == torch.uint8
-            and block_scales.dtype == torch.float8_e4m3fn
-            and tuple(block_scales.shape) == (d_out, half * 2 // BLOCK)
-            and half * 2 % BLOCK == 0
-            and global_scale.numel() == 1
-            and (d_in is None or half * 2 - BLOCK < d_in <= half * 2)
-        )
-        if not fits or d_out == 0:
-            got = [
-                f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for t in (packed, block_scales, global_scale)
-            ]
-            raise FormatError(
-                f"the stored parts of '{name}' do not fit the NVFP4 layout",
-                got=", ".join(got) + ("" if d_in is None else f" for {d_in} inputs"),
-                expected=f"uint8 [O, P/2], float8_e4m3fn [O, P/{BLOCK}], float32 [1]",
-            )
-        divisor = global_scale.reshape(1).float()
+    def check_stored(self, tensors: Mapping[str, Tensor], name: str) -> None:
+        divisor = tensors["global_scale"]
         if not bool(torch.isfinite(divisor) & (divisor > 0)):
             raise FormatError(
                 f"the global scale of '{name}' is unusable", got=float(divisor), expected="a positive finite number"
             )
-        tensors = {"packed": packed, "block_scales": block_scales, "global_scale": divisor}
-        shape = (d_out, half * 2 if d_in is None else d_in)
-        return PackedWeight(format=self.name, shape=shape, tensors=tensors, segments=(d_out,))
-
-    @staticmethod
-    def _row_divisor(stored: PackedWeight | BlockScales) -> Tensor:
-        """G of every output row, float32 [d_out]."""
-        scale = stored.tensors["global_scale"]
-        rows = torch.tensor(stored.segments, device=scale.device)
-        return torch.repeat_interleave(scale, rows, output_size=stored.shape[0])
 
 
-def global_scale(amax: Tensor, rounding: str = "ct") -> Tensor:
-    """G = 2688 / amax, float32 [1]; see the module's docstring for amax below 7.9e-36."""
-    amax = amax.float().reshape(1)
-    scale = SCALE_RANGE / amax
+def global_scale(reach: Tensor, rounding: str = "ct") -> Tensor:
+    """G = 2688 / reach, float32 [1]; see the module's docstring for magnitudes below 7.9e-36."""
+    reach = reach.float().reshape(1)
+    scale = SCALE_RANGE / reach
     if rounding == "torchao":
-        scale = torch.where(amax / SCALE_RANGE > 0, scale.clamp(max=torch.finfo(torch.float32).max), 1.0)
+        scale = torch.where(reach / SCALE_RANGE > 0, scale.clamp(max=torch.finfo(torch.float32).max), 1.0)
     return torch.where(torch.isinf(scale), 1.0, scale)
 
 
-def _blocks(weight: Tensor, blocks: int) -> Tensor:
-    """Rows as float32 [rows, blocks, 16], padded with zeros."""
-    return torch.nn.functional.pad(weight.float(), (0, blocks * BLOCK - weight.shape[1])).view(-1, blocks, BLOCK)
-
-
-def _scales_ct(amax_OB: Tensor, amax: Tensor) -> Tensor:
-    """Block scales of given block maxima under the rounding `ct`."""
-    scales = (global_scale(amax) * (amax_OB / e2m1.LARGEST)).clamp(max=E4M3_MAX).to(torch.float8_e4m3fn).float()
-    return torch.where(scales == 0, 0.125, scales).to(torch.float8_e4m3fn)
-
-
-def _scales_torchao(amax_OB: Tensor, amax: Tensor) -> Tensor:
-    """Block scales of given block maxima under the rounding `torchao`."""
-    scales = (amax_OB / e2m1.LARGEST) / _tensor_scale(amax)
-    return scales.clamp(E4M3_SMALLEST_NORMAL, E4M3_MAX).to(torch.float8_e4m3fn)
-
-
-def _tensor_scale(amax: Tensor) -> Tensor:
-    """p = amax / 2688 of the rounding `torchao`, 1 where that is 0."""
-    scale = amax / SCALE_RANGE
+def _tensor_scale(reach: Tensor) -> Tensor:
+    """p = reach / 2688 of the rounding `torchao`, 1 where that is 0."""
+    scale = reach / SCALE_RANGE
     return torch.where(scale > 0, scale, 1.0)
-
-
-def _factor_torchao(scales: BlockScales) -> Tensor:
-    """1 / p; a code is w * ((1 / p) / s)."""
-    return 1.0 / _tensor_scale(scales.amax)

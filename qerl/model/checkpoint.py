@@ -160,8 +160,11 @@ class _Loader:
     def stored_nvfp4(self, name: str, in_features: int) -> PackedWeight:
         nvfp4 = get_format("nvfp4")
         assert isinstance(nvfp4, Nvfp4Format)
-        parts = [self.source.read(f"model.{name}.{suffix}", self.device) for suffix in PACKED_SUFFIXES]
-        return nvfp4.from_parts(*parts, d_in=in_features, name=name)
+        parts = {
+            key: self.source.read(f"model.{name}.{suffix}", self.device)
+            for key, suffix in nvfp4.layout.suffixes.items()
+        }
+        return nvfp4.from_parts(parts, d_in=in_features, name=name)
 
     def dense_copy(self, weight: PackedWeight) -> Tensor | None:
         # An unquantized weight in compute type is its own dense copy, at no cost.

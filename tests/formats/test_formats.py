@@ -154,19 +154,34 @@ def test_an_unknown_format_names_the_nearest():
         get_format("nvfp")
 
 
-def test_stored_parts_are_wrapped_untouched_or_refused():
-    packed = NVFP4.quantize(random(4, 48))
-    parts = [packed.tensors[key] for key in ("packed", "block_scales", "global_scale")]
-    assert torch.equal(dequantize(NVFP4.from_parts(*parts, d_in=48)), dequantize(packed))
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp4"])
+def test_stored_parts_are_wrapped_untouched_or_refused(name):
+    fmt = get_format(name)
+    packed = fmt.quantize(random(4, 96))
+    parts = packed.tensors
+    assert torch.equal(dequantize(fmt.from_parts(parts, d_in=96)), dequantize(packed))
+    assert torch.equal(dequantize(fmt.from_parts(parts)), dequantize(packed))
     for wrong in (
-        (parts[0][:, :8], *parts[1:]),
-        (parts[0], parts[1].float(), parts[2]),
-        (parts[0].to(torch.int8), *parts[1:]),
-        (*parts[:2], parts[2].repeat(2)),
+        {"packed": parts["packed"][:, :8]},
+        {"packed": parts["packed"].to(torch.int8)},
+        {"block_scales": parts["block_scales"].float()},
+        {"block_scales": parts["block_scales"][:3]},
     ):
-        with pytest.raises(FormatError, match="do not fit the NVFP4 layout"):
-            NVFP4.from_parts(*wrong, d_in=48)
-    with pytest.raises(FormatError, match="for 64 inputs"):
-        NVFP4.from_parts(*parts, d_in=64)
-    with pytest.raises(FormatError, match="global scale"):
-        NVFP4.from_parts(*parts[:2], torch.zeros(1))
+        with pytest.raises(FormatError, match=f"'q_proj' do not fit the {name.upper()} layout"):
+            fmt.from_parts({**parts, **wrong}, d_in=96, name="q_proj")
+    with pytest.raises(FormatError, match="for 128 inputs"):
+        fmt.from_parts(parts, d_in=128)
+
+
+def test_unusable_stored_scales_are_refused_by_name():
+    parts = NVFP4.quantize(random(4, 32)).tensors
+    for scale in (torch.zeros(1), torch.tensor([-1.0]), torch.tensor([math.nan])):
+        with pytest.raises(FormatError, match="global scale of 'q_proj'"):
+            NVFP4.from_parts({**parts, "global_scale": scale}, name="q_proj")
+    with pytest.raises(FormatError, match="do not fit"):
+        NVFP4.from_parts({**parts, "global_scale": torch.ones(2)})
+    mxfp4 = get_format("mxfp4")
+    parts = mxfp4.quantize(random(4, 32)).tensors
+    for byte, word in ((255, "NaN"), (253, r"2\^126")):
+        with pytest.raises(FormatError, match=f"block scale of 'q_proj'.*{word}"):
+            mxfp4.from_parts({**parts, "block_scales": torch.full((4, 1), byte, dtype=torch.uint8)}, name="q_proj")
