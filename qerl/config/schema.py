@@ -11,12 +11,12 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from qerl.config.aqn import AqnConfig
 from qerl.config.objective import ObjectiveConfig
 from qerl.config.section import Fraction, NonNegative, Positive, Section
 
 Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 PROJECTIONS: tuple[Projection, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-Site = Literal["attn_norm", "mlp_norm", "final_norm"]
 
 
 class ModelConfig(Section):
@@ -56,41 +56,6 @@ class LoraConfig(Section):
     """Projections that carry an adapter. One that matches nothing in the model is an error."""
     train_norms: bool = True
     """Also train the two RMSNorm scales of each layer (the released recipe does); the final norm stays frozen."""
-
-
-class AqnConfig(Section):
-    """Adaptive quantization noise: h = u * (w + z), z ~ N(0, sigma^2), keyed and replayable."""
-
-    enabled: bool = True
-    """Switch of its own; never inferred from the format or a name."""
-    schedule: Literal["exponential", "linear", "cosine", "logarithmic", "constant"] = "exponential"
-    """How sigma goes from sigma_start to sigma_end over stages 1..num_stages-1; stage 0 is noise-free."""
-    sigma_start: Annotated[float, Field(ge=0)] = 5.0e-2
-    """Sigma of stage 1."""
-    sigma_end: Annotated[float, Field(ge=0)] = 5.0e-4
-    """Sigma of the last stage."""
-    num_stages: Annotated[int, Field(ge=2)] = 10
-    """Number of stages K over the planned optimizer updates; stage = floor(K * completed / planned)."""
-    scope: Literal["rollout"] = "rollout"
-    """How long one draw lasts: one draw per rollout phase."""
-    magnitude: Literal["absolute", "relative"] = "absolute"
-    """`absolute`: z has standard deviation sigma. `relative`: sigma * |w|, with w the clean scale when the rollout began."""
-    prompt: Literal["noisy"] = "noisy"
-    """Prompt positions see the same noise as the answer."""
-    sites: tuple[Site, ...] = ("attn_norm", "mlp_norm")
-    """Norms that receive noise. The attention norm is read by q, k, v; the MLP norm by gate, up."""
-
-    @model_validator(mode="after")
-    def _check(self) -> AqnConfig:
-        one_end_is_zero = (self.sigma_start == 0) != (self.sigma_end == 0)
-        if self.enabled and self.schedule == "exponential" and self.num_stages > 2 and one_end_is_zero:
-            raise ValueError(
-                f"an exponential schedule cannot reach 0: sigma_start={self.sigma_start}, sigma_end={self.sigma_end}; "
-                "use schedule=linear, or a small positive end"
-            )
-        if self.enabled and not self.sites:
-            raise ValueError("aqn.sites is empty while aqn.enabled is true: name a site or set aqn.enabled=false")
-        return self
 
 
 class DataConfig(Section):
