@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from qerl.config.aqn import AqnConfig
+from qerl.config.diagnostics import DiagnosticsConfig
 from qerl.config.objective import ObjectiveConfig
 from qerl.config.section import Fraction, NonNegative, Positive, Section
 
@@ -241,6 +242,7 @@ class Config(Section):
     optim: OptimConfig = OptimConfig()
     train: TrainConfig = TrainConfig()
     eval: EvalConfig = EvalConfig()
+    diagnostics: DiagnosticsConfig = DiagnosticsConfig()
     log: LogConfig = LogConfig()
     run: RunConfig = RunConfig()
 

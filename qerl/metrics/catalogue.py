@@ -11,48 +11,13 @@ Names are TRL's where TRL has one. A name with a ``{placeholder}`` stands for a 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from functools import cache
-from typing import Literal
 
 from qerl.errors import nearest
+from qerl.metrics.diagnostics_catalogue import DIAGNOSTICS
+from qerl.metrics.metric import Alarm, Metric, section
 
-Kind = Literal["value", "timing", "throughput", "memory"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Metric:
-    """One row of the table."""
-
-    name: str
-    """Key in ``metrics.jsonl``; ``{placeholder}`` matches any non-empty text."""
-    unit: str
-    """Unit of the value; ``1`` for a pure number, ``fraction`` for one between 0 and 1."""
-    meaning: str
-    """What it says, with its denominator."""
-    kind: Kind = "value"
-    """``value`` is reproducible to the bit on one machine; the other kinds depend on the machine and the moment."""
-    section: str = ""
-    """Heading of the documentation it appears under."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Alarm:
-    """A level of a metric above which a run should be looked at."""
-
-    metric: str
-    level: float
-    severity: Literal["warning", "fault"]
-    meaning: str
-
-
-def _section(section: str, *rows: tuple[str, str, str], kind: Kind = "value") -> tuple[Metric, ...]:
-    return tuple(
-        Metric(name=name, unit=unit, meaning=meaning, kind=kind, section=section) for name, unit, meaning in rows
-    )
-
-
-_PROGRESS = _section(
+_PROGRESS = section(
     "Progress",
     ("step", "steps", "Rollout steps completed, this one included. 0 is the line of the evaluation before training."),
     ("policy_version", "updates", "Optimizer updates completed, those of this step included."),
@@ -63,7 +28,7 @@ _PROGRESS = _section(
     ("dropped_prompts", "prompts", "Training prompts left out for being longer than `rollout.max_prompt_tokens`."),
 )
 
-_REWARD = _section(
+_REWARD = section(
     "Reward",
     ("reward", "1", "Mean reward (weighted sum with shaping) over the scored answers of the step."),
     ("reward_std", "1", "Population standard deviation of the reward over the scored answers of the step."),
@@ -82,7 +47,7 @@ _REWARD = _section(
     ("frac_reward_zero_std", "fraction", "Groups in which all rewards are equal: they give no gradient."),
 )
 
-_GROUPS = _section(
+_GROUPS = section(
     "Groups and outcomes",
     ("groups/mixed", "fraction", "Groups with both correct and incorrect answers: the ones that teach."),
     ("groups/all_correct", "fraction", "Groups in which every scored answer is correct."),
@@ -100,7 +65,7 @@ _GROUPS = _section(
     ),
 )
 
-_COMPLETIONS = _section(
+_COMPLETIONS = section(
     "Answers",
     ("completions/mean_length", "tokens", "Mean answer length."),
     ("completions/min_length", "tokens", "Shortest answer."),
@@ -111,7 +76,7 @@ _COMPLETIONS = _section(
     ("completions/max_terminated_length", "tokens", "Longest answer that ended by itself."),
 )
 
-_LEARNING = _section(
+_LEARNING = section(
     "Learning",
     ("loss", "1", "The objective that is minimized, averaged over the updates of the step."),
     (
@@ -127,15 +92,20 @@ _LEARNING = _section(
     (
         "kl",
         "nats",
-        "k3 estimate of the KL divergence to the reference policy, a token; present when `objective.kl_coef` > 0.",
+        "Estimate (`objective.kl_estimator`) of the KL divergence to the reference policy, a token; present when `objective.kl_coef` > 0.",
     ),
     ("clip_ratio/low_mean", "fraction", "Answer tokens whose ratio fell below 1 - clip_low with a negative advantage."),
     (
         "clip_ratio/high_mean",
         "fraction",
-        "Answer tokens whose ratio rose above 1 + clip_high with a positive advantage.",
+        "Answer tokens whose ratio rose above 1 + clip_high with a positive advantage; with `cispo`, above clip_high at either sign.",
     ),
     ("clip_ratio/region_mean", "fraction", "Answer tokens clipped on either side."),
+    (
+        "clip_ratio/dual_mean",
+        "fraction",
+        "Answer tokens whose ratio rose above `objective.dual_clip` with a negative advantage; present when it is on.",
+    ),
     (
         "ratio/min",
         "1",
@@ -154,18 +124,27 @@ _LEARNING = _section(
     (
         "importance_weight/mean",
         "1",
-        "Mean of the capped token weight min(pi_old / pi_behavior, c); present when `objective.is_cap` is on.",
+        (
+            "Mean of the bounded importance weight pi_old / pi_behavior over the tokens in the loss (`objective.is_level=sequence`: "
+            "over the answers), all updates of the step; present when `objective.is_cap` is on."
+        ),
+    ),
+    ("importance_weight/max", "1", "Largest such weight."),
+    (
+        "importance_weight/affected",
+        "fraction",
+        "Tokens (or answers) whose weight lay outside `objective.is_floor` and `is_cap` and was truncated or masked.",
     ),
 )
 
-_MISMATCH = _section(
+_MISMATCH = section(
     "Mismatch between engine and trainer",
     (
         "sampling/sampling_logp_difference/mean",
         "nats",
         (
-            "Mean |log-prob in the trainer - log-prob recorded by the engine| over the answer tokens of the first mini-batch, "
-            "where both have the same parameters."
+            "Mean |log-prob in the trainer - log-prob recorded by the engine| over the answer tokens before the first update "
+            "(the first mini-batch), where both have the same parameters."
         ),
     ),
     ("sampling/sampling_logp_difference/max", "nats", "Largest such difference."),
@@ -186,7 +165,7 @@ _MISMATCH = _section(
     ),
 )
 
-_AQN = _section(
+_AQN = section(
     "Adaptive quantization noise",
     (
         "aqn/sigma",
@@ -201,7 +180,7 @@ _AQN = _section(
     ),
 )
 
-_EVAL = _section(
+_EVAL = section(
     "Held-out evaluation",
     (
         "eval/accuracy",
@@ -221,7 +200,7 @@ _EVAL = _section(
     ("eval/count", "questions", "Questions evaluated."),
 )
 
-_TIME = _section(
+_TIME = section(
     "Time",
     ("time/rollout", "seconds", "Generating the answers."),
     ("time/reward", "seconds", "Scoring them."),
@@ -229,20 +208,25 @@ _TIME = _section(
     ("time/backward", "seconds", "Forward and backward passes of the loss."),
     ("time/optimizer", "seconds", "Gradient clipping and optimizer updates."),
     ("time/noise", "seconds", "Drawing the noise and checking that the clean scales are what they were."),
+    (
+        "time/diagnostics",
+        "seconds",
+        "Measurements that learning does not need: probe set, mismatch by cause, output perturbations, canary.",
+    ),
     ("time/evaluate", "seconds", "Held-out evaluation, where this step has one."),
     ("time/save", "seconds", "Writing records, adapters and checkpoints."),
     ("time/step", "seconds", "The step by the wall clock, without its evaluation and its checkpoint."),
     kind="timing",
 )
 
-_THROUGHPUT = _section(
+_THROUGHPUT = section(
     "Throughput",
     ("tokens_per_second", "tokens/s", "Prompt and answer tokens of the step over `time/step`."),
     ("rollout/tokens_per_second", "tokens/s", "Answer tokens over `time/rollout`."),
     kind="throughput",
 )
 
-_MEMORY = _section(
+_MEMORY = section(
     "Memory",
     ("memory/rss_gb", "GB", "Peak resident memory of the process so far (1 GB = 1e9 bytes)."),
     ("memory/allocated_gb", "GB", "Peak of tensors allocated on the GPU so far."),
@@ -257,6 +241,7 @@ METRICS: tuple[Metric, ...] = (
     *_COMPLETIONS,
     *_LEARNING,
     *_MISMATCH,
+    *DIAGNOSTICS,
     *_AQN,
     *_EVAL,
     *_TIME,
@@ -265,22 +250,23 @@ METRICS: tuple[Metric, ...] = (
 )
 """All metrics, in the order of the documentation."""
 
-ALARMS: tuple[Alarm, ...] = (
-    Alarm(
-        metric="mean_abs_prob_difference",
-        level=0.005,
-        severity="warning",
-        meaning="Engine and trainer disagree more than rounding explains (same noise on both sides).",
-    ),
-    Alarm(
-        metric="mean_abs_prob_difference",
-        level=0.01,
-        severity="fault",
-        meaning="The trainer optimizes another policy than the one that sampled: look for a layout, cache or mask fault.",
-    ),
+ALARMS: tuple[Alarm, ...] = tuple(
+    Alarm(metric=metric, level=level, severity=severity, meaning=meaning, same_noise_only=same_noise_only)
+    for metric, same_noise_only in (
+        ("mean_abs_prob_difference", True),
+        ("mismatch/kernel/mean_abs_prob_difference", False),
+    )
+    for level, severity, meaning in (
+        (0.005, "warning", "Engine and trainer disagree more than rounding explains (same noise on both sides)."),
+        (
+            0.01,
+            "fault",
+            "The trainer optimizes another policy than the one that sampled: look for a layout, cache or mask fault.",
+        ),
+    )
 )
-"""Alarm lines, mildest first. They hold for one noise state on both sides; with `objective.noise=absent` the noise
-itself gives about .017 at sigma .05."""
+"""Alarm lines, mildest first for each metric. They are for the kernel term alone: the noise itself gives about .017 at
+sigma .05. `mean_abs_prob_difference` is that term only while both sides see the same noise."""
 
 
 @cache
@@ -344,8 +330,9 @@ def to_markdown() -> str:
         "## Alarm lines",
         "",
         (
-            "They hold when engine and trainer see the same noise. With `objective.noise=absent` the noise itself moves "
-            "`mean_abs_prob_difference` (about .017 at sigma .05), so the lines do not apply."
+            "They are for the difference between engine and trainer at the same noise. With `objective.noise=absent` the noise "
+            "itself moves `mean_abs_prob_difference` (about .017 at sigma .05), so its lines do not apply then; those of "
+            "`mismatch/kernel/mean_abs_prob_difference` always do."
         ),
         "",
         "| metric | above | severity | meaning |",

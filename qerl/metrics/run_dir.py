@@ -6,6 +6,7 @@
       config.resolved.yaml   what really ran
       env.json               machine and versions
       metrics.jsonl          one line a step (step 0: the evaluation before training)
+      probe.json             the fixed probe set of the diagnostics
       completions/           step-000001.txt: answers, for people
       rollouts/              rollout-000000.parquet: behavior records
       evaluations/           step-000000.jsonl: one line a question
@@ -46,6 +47,7 @@ class RunDir:
         self.config_path = self.path / "config.resolved.yaml"
         self.env_path = self.path / "env.json"
         self.metrics_path = self.path / "metrics.jsonl"
+        self.probe_path = self.path / "probe.json"
         self.memory_path = self.path / "memory.json"
         self.summary_path = self.path / "summary.json"
         self.report_path = self.path / "report.html"

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-STAGES = ("rollout", "reward", "logprobs", "backward", "optimizer", "noise", "evaluate", "save")
+STAGES = ("rollout", "reward", "logprobs", "backward", "optimizer", "noise", "diagnostics", "evaluate", "save")
 """Stages that a step is divided into; what is left of ``time/step`` is bookkeeping."""
 
 
