@@ -159,7 +159,9 @@ class TrainBatch:
     targets_N: Tensor
     """int64 [N]: the answer tokens."""
     sequence_N: Tensor
-    """int64 [N]: which sequence each answer token belongs to."""
+    """int64 [N]: which sequence each answer token belongs to, in order."""
+    answer_lengths_S: Tensor
+    """int64 [S]: answer tokens of each sequence; at least 1."""
     behavior_logprobs_N: Tensor
     """float32 [N]."""
     advantages_S: Tensor

@@ -102,6 +102,7 @@ def _pack_one(samples: Sequence[Sample], device: torch.device) -> TrainBatch:
         predictor_N=integers(predictor),
         targets_N=integers(targets),
         sequence_N=integers(sequence),
+        answer_lengths_S=integers([len(s.completion.token_ids) for s in samples]),
         behavior_logprobs_N=torch.tensor(behavior, dtype=torch.float32, device=device),
         advantages_S=torch.tensor([s.advantage for s in samples], dtype=torch.float32, device=device),
         loss_mask_S=torch.tensor([s.in_loss for s in samples], dtype=torch.bool, device=device),

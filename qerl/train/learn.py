@@ -23,7 +23,8 @@ from qerl.model.aqn import Noise
 from qerl.model.attention import PackedSequences
 from qerl.model.decoder import Decoder
 from qerl.objective.batch import Sample, pack, split_minibatches
-from qerl.objective.loss import Divisors, divisors, importance_weights, surrogate, token_weights
+from qerl.objective.importance import ImportanceWeights, WeightRule, importance_weights
+from qerl.objective.loss import Divisors, SurrogateSettings, divisors, surrogate, token_weights
 from qerl.records import TrainBatch
 from qerl.train.learn_stats import LearnStats
 from qerl.train.optimizer import apply_update, learning_rate
@@ -37,6 +38,8 @@ class MicroBatch:
     batch: TrainBatch
     old_N: Tensor | None
     """Trainer's log-probs at the sampling parameters; None with the behavior denominator."""
+    importance: ImportanceWeights | None
+    """Weights of the policy term; None when the configuration has none."""
     reference_N: Tensor | None
     """Log-probs of the reference; None without a KL term."""
 
@@ -112,7 +115,7 @@ def learn(
         counts = divisors(part, samples, updates, config.rollout.max_new_tokens)
         with timer.stage("backward"):
             for micro in micro_batches:
-                _backward(config, model, micro, counts, replayed, stats, on_policy=index == 0)
+                _backward(config, model, micro, counts, replayed, stats, on_policy=not stats.grad_norms)
         lr = learning_rate(completed + index, config.planned_updates, config.optim)
         with timer.stage("optimizer"):
             if any(sample.in_loss for sample in part):
@@ -125,12 +128,17 @@ def learn(
 
 def _with_frozen_logprobs(config: Config, model: Decoder, batch: TrainBatch, noise: Noise | None) -> MicroBatch:
     temperature = config.rollout.temperature
-    old_N = reference_N = None
+    old_N = reference_N = importance = None
     if config.objective.denominator == "recomputed":
         old_N, _ = policy_logprobs(model, batch, temperature, noise=noise)
+        rule = WeightRule.from_config(config.objective)
+        if rule is not None:
+            importance = importance_weights(
+                old_N, batch.behavior_logprobs_N, batch.sequence_N, batch.answer_lengths_S, rule
+            )
     if config.objective.kl_coef > 0.0:
         reference_N, _ = policy_logprobs(model, batch, temperature, noise=None, reference=True)
-    return MicroBatch(batch=batch, old_N=old_N, reference_N=reference_N)
+    return MicroBatch(batch=batch, old_N=old_N, importance=importance, reference_N=reference_N)
 
 
 def _backward(
@@ -143,25 +151,20 @@ def _backward(
     *,
     on_policy: bool,
 ) -> None:
-    objective, batch = config.objective, micro.batch
+    settings, batch = SurrogateSettings.from_config(config.objective), micro.batch
     logprobs_N, entropy_N = policy_logprobs(
         model, batch, config.rollout.temperature, noise=noise, checkpointing=config.train.checkpointing
     )
-    denominator_N = batch.behavior_logprobs_N if micro.old_N is None else micro.old_N
-    cap = None if objective.is_cap == "off" else objective.is_cap
-    importance_N = None
-    if micro.old_N is not None:
-        importance_N = importance_weights(micro.old_N, batch.behavior_logprobs_N, cap)
     result = surrogate(
         logprobs_N,
-        denominator_N,
+        batch.behavior_logprobs_N if micro.old_N is None else micro.old_N,
         batch.advantages_S[batch.sequence_N],
-        token_weights(batch, objective.type, counts),
-        clip_low=objective.clip_low,
-        clip_high=objective.clip_high,
-        importance_N=importance_N,
+        token_weights(batch, settings.form.divisor, counts),
+        settings,
+        sequence_N=batch.sequence_N,
+        lengths_S=batch.answer_lengths_S,
+        importance_N=None if micro.importance is None else micro.importance.weight_N,
         reference_N=micro.reference_N,
-        kl_coef=objective.kl_coef,
     )
     result.loss.backward()
-    stats.add_micro_batch(batch, logprobs_N.detach(), entropy_N.detach(), result, importance_N, on_policy=on_policy)
+    stats.add_micro_batch(batch, logprobs_N.detach(), entropy_N.detach(), result, micro.importance, on_policy=on_policy)

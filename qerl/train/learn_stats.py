@@ -3,8 +3,8 @@
 Legend: N answer tokens of a micro-batch.
 
 Two kinds of figure are kept apart. Loss figures (clip shares, ratio, KL) cover every update and only tokens that are in
-the loss. Mismatch figures and the entropy cover every answer token of the FIRST mini-batch, where the parameters are
-still the ones that sampled: there the difference between trainer and engine is rounding, and noise when it is absent
+the loss. Mismatch figures and the entropy cover every answer token of the mini-batches before the first update, where the
+parameters are still the ones that sampled: there the difference between trainer and engine is rounding, and noise when it is absent
 from the trainer's pass, and nothing else.
 """
 
@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from qerl.objective.importance import ImportanceWeights
 from qerl.objective.loss import Surrogate
 from qerl.records import TrainBatch
 
@@ -41,11 +42,11 @@ class LearnStats:
         logprobs_N: Tensor,
         entropy_N: Tensor,
         result: Surrogate,
-        importance_N: Tensor | None,
+        importance: ImportanceWeights | None,
         *,
         on_policy: bool,
     ) -> None:
-        """Add one micro-batch; ``on_policy`` marks the first mini-batch of the rollout."""
+        """Add one micro-batch; ``on_policy`` says that no update of the rollout has been made yet."""
         self._add("loss", result.loss.detach())
         in_loss_N = batch.loss_mask_S[batch.sequence_N]
         self._add("loss_tokens", in_loss_N)
@@ -56,8 +57,12 @@ class LearnStats:
             self._extreme("ratio_max", ratio_N.max(), torch.maximum)
         self._add("clip_low", result.low_clipped_N & in_loss_N)
         self._add("clip_high", result.high_clipped_N & in_loss_N)
+        if result.dual_clipped_N is not None:
+            self._add("clip_dual", result.dual_clipped_N & in_loss_N)
         if result.kl_N is not None:
             self._add("kl", result.kl_N * in_loss_N)
+        if importance is not None:
+            self._add_importance(importance, in_loss_N if importance.level == "token" else batch.loss_mask_S)
         if not on_policy:
             return
         difference_N = logprobs_N - batch.behavior_logprobs_N
@@ -74,8 +79,13 @@ class LearnStats:
         self._extreme("abs_difference_max", difference_N.abs().max(), torch.maximum)
         self._extreme("weight_min", weight_N.min(), torch.minimum)
         self._extreme("weight_max", weight_N.max(), torch.maximum)
-        if importance_N is not None:
-            self._add("importance", importance_N)
+
+    def _add_importance(self, importance: ImportanceWeights, in_loss_U: Tensor) -> None:
+        self._add("importance_units", in_loss_U)
+        self._add("importance", importance.unit_U * in_loss_U)
+        self._add("importance_affected", importance.affected_U & in_loss_U)
+        # Weights are not negative, so 0 for the units outside the loss changes no maximum.
+        self._extreme("importance_max", (importance.unit_U * in_loss_U).max(), torch.maximum)
 
     def _add(self, name: str, values_N: Tensor) -> None:
         total = values_N.double().sum()
@@ -103,11 +113,17 @@ class LearnStats:
             result["clip_ratio/low_mean"] = low
             result["clip_ratio/high_mean"] = high
             result["clip_ratio/region_mean"] = low + high
+            if "clip_dual" in sums:
+                result["clip_ratio/dual_mean"] = sums["clip_dual"] / sums["loss_tokens"]
             result["ratio/mean"] = sums["ratio"] / sums["loss_tokens"]
             result["ratio/min"] = extremes["ratio_min"]
             result["ratio/max"] = extremes["ratio_max"]
             if "kl" in sums:
                 result["kl"] = sums["kl"] / sums["loss_tokens"]
+        if sums.get("importance_units"):
+            result["importance_weight/mean"] = sums["importance"] / sums["importance_units"]
+            result["importance_weight/max"] = extremes["importance_max"]
+            result["importance_weight/affected"] = sums["importance_affected"] / sums["importance_units"]
         if tokens:
             result["entropy"] = sums["entropy"] / tokens
             result["sampling/sampling_logp_difference/mean"] = sums["abs_difference"] / tokens
@@ -119,6 +135,4 @@ class LearnStats:
             result["max_abs_prob_difference"] = extremes["abs_prob_difference_max"]
             result["mismatch_kl"] = sums["mismatch_kl"] / tokens
             result["effective_sample_size"] = sums["weight"] ** 2 / (sums["weight_squared"] * tokens)
-            if "importance" in sums:
-                result["importance_weight/mean"] = sums["importance"] / tokens
         return result
