@@ -13,6 +13,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from qerl.model.aqn import NoiseState
+from qerl.model.attention import PackedSequences
 
 StopReason = Literal["stop", "length"]
 
@@ -170,6 +171,20 @@ class TrainBatch:
     """bool [S]: False for answers that leave the loss (masked truncated, unscorable)."""
     sample_keys_S: Tensor
     """int64 [S]."""
+
+    @property
+    def prompt_lengths_S(self) -> Tensor:
+        """int64 [S]: prompt tokens of each sequence."""
+        return self.cu_seqlens_S1.diff() - self.answer_lengths_S
+
+    def context(self) -> PackedSequences:
+        """How the tokens attend, and whose they are: what a forward pass over the batch needs beside the tokens."""
+        return PackedSequences(
+            self.cu_seqlens_S1,
+            self.positions_T,
+            sample_keys_S=self.sample_keys_S,
+            prompt_lengths_S=self.prompt_lengths_S,
+        )
 
     @property
     def num_sequences(self) -> int:

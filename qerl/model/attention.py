@@ -8,6 +8,7 @@ Training packs whole sequences end to end (``PackedSequences``); generation keep
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -16,11 +17,29 @@ from torch import Tensor
 from qerl.kernels.attention import packed_attention
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleRows:
+    """Which samples the sequences of a pass belong to: what noise that differs between samples is keyed by."""
+
+    keys_S: Tensor
+    """int64 [S]: sample key of each sequence, unique within the rollout."""
+    prompt_lengths_S: Tensor
+    """int64 [S]: a position below it is of the prompt."""
+    sequence_T: Tensor | None = None
+    """int64 [T]: which sequence each token is of; None when there is one token a sequence, in their order."""
+
+    def of_tokens(self, values_S: Tensor) -> Tensor:
+        """Spread values (or rows) of the sequences over their tokens, [T, ...]."""
+        return values_S if self.sequence_T is None else values_S.index_select(0, self.sequence_T)
+
+
 class AttentionContext(Protocol):
     """Positions of the tokens of one forward pass, and causal attention over them and what came before."""
 
     positions_T: Tensor
     """int64 [T]: position of each token in its own sequence."""
+    samples: SampleRows | None
+    """Whose the tokens are; None where no noise asks for it."""
 
     def attend(self, layer: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor) -> Tensor:
         """Attention output [T, H, d] of layer ``layer``; q and k are rotated already."""
@@ -33,11 +52,27 @@ class PackedSequences:
     Args:
         cu_seqlens_S1: int64 [S + 1], where each sequence begins, and T.
         positions_T: int64 [T]; counted from each sequence's beginning when not given.
+        sample_keys_S: int64 [S], sample key of each sequence, with ``prompt_lengths_S``; needed by noise that differs
+            between samples or between prompt and answer.
+        prompt_lengths_S: int64 [S].
     """
 
-    def __init__(self, cu_seqlens_S1: Tensor, positions_T: Tensor | None = None):
+    def __init__(
+        self,
+        cu_seqlens_S1: Tensor,
+        positions_T: Tensor | None = None,
+        *,
+        sample_keys_S: Tensor | None = None,
+        prompt_lengths_S: Tensor | None = None,
+    ):
         self.cu_seqlens_S1 = cu_seqlens_S1
         self.positions_T = packed_positions(cu_seqlens_S1) if positions_T is None else positions_T
+        self.samples: SampleRows | None = None
+        if sample_keys_S is not None and prompt_lengths_S is not None:
+            sequence_T = torch.arange(len(sample_keys_S), device=cu_seqlens_S1.device).repeat_interleave(
+                cu_seqlens_S1.diff(), output_size=self.positions_T.numel()
+            )
+            self.samples = SampleRows(keys_S=sample_keys_S, prompt_lengths_S=prompt_lengths_S, sequence_T=sequence_T)
 
     def attend(self, layer: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor) -> Tensor:
         return packed_attention(q_THd, k_TKd, v_TKd, self.cu_seqlens_S1, q_THd.shape[-1] ** -0.5)

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from qerl.kernels.rms_norm import rms_norm
 from qerl.kernels.token_logprobs import head_logits
-from qerl.model.aqn import Noise
+from qerl.model.aqn import NoisePass, NoiseSource
 from qerl.model.attention import AttentionContext
 from qerl.model.linear import GroupedLinear
 from qerl.model.rope import RopeSpec
@@ -66,29 +66,76 @@ class DecoderLayer(nn.Module):
         x_TD: Tensor,
         rotation: tuple[Tensor, Tensor],
         context: AttentionContext,
-        noise: Noise | None,
+        noise: NoisePass | None,
         adapters: bool,
         reference: bool,
     ) -> Tensor:
-        x_TD = x_TD + self._attention(self._norm("attn_norm", x_TD, noise, reference), rotation, context, adapters)
-        gate_TF, up_TF = self.gate_up(self._norm("mlp_norm", x_TD, noise, reference), adapters)
+        x_TD = self.after_attention(x_TD, rotation, context, noise, adapters, reference)
+        return self.after_mlp(x_TD, noise, adapters, reference)
+
+    def after_attention(
+        self,
+        x_TD: Tensor,
+        rotation: tuple[Tensor, Tensor],
+        context: AttentionContext,
+        noise: NoisePass | None,
+        adapters: bool,
+        reference: bool,
+    ) -> Tensor:
+        """First half: what ``attn_norm`` reads, with the attention's output added."""
+        qkv_TX = self._normed("attn_norm", self.qkv, x_TD, noise, adapters, reference)
+        return x_TD + self._attention(qkv_TX, rotation, context, noise, adapters)
+
+    def after_mlp(self, x_TD: Tensor, noise: NoisePass | None, adapters: bool, reference: bool) -> Tensor:
+        """Second half: what ``mlp_norm`` reads, with the MLP's output added."""
+        gate_up_TX = self._normed("mlp_norm", self.gate_up, x_TD, noise, adapters, reference)
+        gate_TF, up_TF = gate_up_TX.split(self.gate_up.sizes, dim=-1)
         return x_TD + self.down.stacked(F.silu(gate_TF) * up_TF, adapters)
 
-    def _norm(self, site: str, x_TD: Tensor, noise: Noise | None, reference: bool) -> Tensor:
+    def _normed(
+        self,
+        site: str,
+        linear: GroupedLinear,
+        x_TD: Tensor,
+        noise: NoisePass | None,
+        adapters: bool,
+        reference: bool,
+    ) -> Tensor:
+        """The projections that read a norm, applied to it: [T, rows of all]. One product, or one a projection where each has
+        a draw of its own."""
         weight_D = self.reference_norms[site] if reference else getattr(self, site)
-        return rms_norm(x_TD, weight_D, self.spec.rms_eps, None if noise is None else noise.z(self.index, site))
+        if noise is None or not noise.independent:
+            z = None if noise is None else noise.z(self.index, site)
+            return linear.stacked(rms_norm(x_TD, weight_D, self.spec.rms_eps, z), adapters)
+        outputs = []
+        for part in linear.parts:
+            h_TD = rms_norm(x_TD, weight_D, self.spec.rms_eps, noise.z(self.index, f"{site}/{part}"))
+            outputs.append(linear.member(part, h_TD, adapters))
+        return torch.cat(outputs, dim=-1)
+
+    def _head_norm(self, site: str, x_TNd: Tensor, weight_d: Tensor, noise: NoisePass | None) -> Tensor:
+        """Norm over each head of q or of k; all heads share the scale, and so its noise."""
+        z = None if noise is None else noise.z(self.index, site)
+        if z is not None and z.dim() == 2:
+            z = z.unsqueeze(1).expand_as(x_TNd)
+        return rms_norm(x_TNd, weight_d, self.spec.rms_eps, z)
 
     def _attention(
-        self, h_TD: Tensor, rotation: tuple[Tensor, Tensor], context: AttentionContext, adapters: bool
+        self,
+        qkv_TX: Tensor,
+        rotation: tuple[Tensor, Tensor],
+        context: AttentionContext,
+        noise: NoisePass | None,
+        adapters: bool,
     ) -> Tensor:
         spec = self.spec
-        tokens, rotated_heads = h_TD.shape[0], spec.num_heads + spec.num_kv_heads
-        qk_TX, v_TX = self.qkv.stacked(h_TD, adapters).split((spec.q_size + spec.kv_size, spec.kv_size), dim=-1)
+        tokens, rotated_heads = qkv_TX.shape[0], spec.num_heads + spec.num_kv_heads
+        qk_TX, v_TX = qkv_TX.split((spec.q_size + spec.kv_size, spec.kv_size), dim=-1)
         qk_TNd = qk_TX.reshape(tokens, rotated_heads, spec.head_dim)
         if self.q_norm is not None and self.k_norm is not None:
             q_THd, k_TKd = qk_TNd.split((spec.num_heads, spec.num_kv_heads), dim=1)
-            q_THd = rms_norm(q_THd, self.q_norm, spec.rms_eps)
-            k_TKd = rms_norm(k_TKd, self.k_norm, spec.rms_eps)
+            q_THd = self._head_norm("q_norm", q_THd, self.q_norm, noise)
+            k_TKd = self._head_norm("k_norm", k_TKd, self.k_norm, noise)
             qk_TNd = torch.cat((q_THd, k_TKd), dim=1)
         q_THd, k_TKd = rotate(qk_TNd, rotation).split((spec.num_heads, spec.num_kv_heads), dim=1)
         v_TKd = v_TX.reshape(tokens, spec.num_kv_heads, spec.head_dim)
@@ -159,7 +206,7 @@ class Decoder(nn.Module):
         tokens_T: Tensor,
         context: AttentionContext,
         *,
-        noise: Noise | None = None,
+        noise: NoiseSource | None = None,
         adapters: bool = True,
         reference: bool = False,
         checkpointing: bool = False,
@@ -169,7 +216,8 @@ class Decoder(nn.Module):
         Args:
             tokens_T: int64 [T].
             context: positions of the tokens and how they attend.
-            noise: z to add to the norm scales.
+            noise: z to add to the norm scales. Where it differs between samples, ``context.samples`` says whose the tokens
+                are.
             adapters: False leaves the adapters out.
             reference: use the layer norms that the model was loaded with (needs ``keep_reference_norms``). With
                 ``adapters=False`` and no noise this is the reference policy.
@@ -178,21 +226,33 @@ class Decoder(nn.Module):
         x_TD = F.embedding(tokens_T, self.embed_tokens)
         rotation = self._rotation(context.positions_T)
         recompute = checkpointing and torch.is_grad_enabled()
+        seen = None if noise is None else noise.for_pass(context)
         for layer in self.layers:
-            call: tuple[Any, ...] = (x_TD, rotation, context, noise, adapters, reference)
+            call: tuple[Any, ...] = (x_TD, rotation, context, seen, adapters, reference)
             if recompute:
                 x_TD = checkpoint(layer, *call, use_reentrant=False, preserve_rng_state=False)
             else:
                 x_TD = layer(*call)
-        z_D = None if noise is None else noise.z(self.spec.num_layers, "final_norm")
-        return rms_norm(x_TD, self.final_norm, self.spec.rms_eps, z_D)
+        z = None if seen is None else seen.z(self.spec.num_layers, "final_norm")
+        return rms_norm(x_TD, self.final_norm, self.spec.rms_eps, z)
+
+    def norm_inputs(self, tokens_T: Tensor, context: AttentionContext) -> Iterator[tuple[int, str, Tensor]]:
+        """(layer, norm, x [T, D]): what each layer norm reads in a pass with adapters and without noise, in order."""
+        x_TD = F.embedding(tokens_T, self.embed_tokens)
+        rotation = self._rotation(context.positions_T)
+        for layer in self.layers:
+            assert isinstance(layer, DecoderLayer)
+            yield layer.index, "attn_norm", x_TD
+            x_TD = layer.after_attention(x_TD, rotation, context, None, True, False)
+            yield layer.index, "mlp_norm", x_TD
+            x_TD = layer.after_mlp(x_TD, None, True, False)
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
         """float32 logits [N, V] of hidden states [N, D]."""
         return head_logits(hidden_ND, self.head_weight)
 
     def norm_weight(self, layer: int, site: str) -> Tensor:
-        """Clean scale of one norm, float32 [D]; the final norm is layer ``spec.num_layers``."""
+        """Clean scale of one norm, float32 [D] (``q_norm`` and ``k_norm``: [d]); the final norm is layer ``spec.num_layers``."""
         return self.final_norm if site == "final_norm" else getattr(self.layers[layer], site)
 
     def grouped_linears(self) -> Iterator[GroupedLinear]:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from qerl.formats import PackedWeight
-from qerl.kernels.fp4_linear import fp4_linear
+from qerl.kernels.fp4_linear import AdapterPart, fp4_linear
 from qerl.model.lora import LoraGroup
 
 
@@ -58,6 +58,29 @@ class GroupedLinear(nn.Module):
     def forward(self, x_TI: Tensor, adapters: bool = True) -> tuple[Tensor, ...]:
         """Output of each member, [T, rows] a member, in the type of ``x_TI``."""
         return self.stacked(x_TI, adapters).split(self.sizes, dim=-1)
+
+    def member(self, part: str, x_TI: Tensor, adapters: bool = True) -> Tensor:
+        """Output of one member alone, [T, its rows], for an input of its own.
+
+        From the dense copy where there is one; else the whole packed product is formed and the member's rows are kept,
+        since not every format can be cut by rows.
+        """
+        start, stop = self.rows_of(part)
+        if self.dense_OI is None:
+            return self.stacked(x_TI, adapters)[:, start:stop]
+        own = [
+            AdapterPart(
+                start=0,
+                stop=stop - start,
+                a_RI=item.a_RI[item.rank_start : item.rank_start + item.b_OR.shape[1]],
+                b_OR=item.b_OR,
+                scale=item.scale,
+            )
+            for item in (self.lora.adapter_parts(x_TI.dtype) if adapters and self.lora is not None else ())
+            if item.start == start
+        ]
+        bias_O = None if self.bias_O is None else self.bias_O[start:stop]
+        return fp4_linear(x_TI, self.weight, bias_O, own, self.dense_OI[start:stop])
 
     def rows_of(self, part: str) -> tuple[int, int]:
         """First row of a member, and the row after its last."""

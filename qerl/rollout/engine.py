@@ -1,7 +1,7 @@
 """The rollout engine: answers to prompts by continuous batching, in the trainer's process and on its own tensors.
 
-A call prefills each prompt once (all but its last token), copies the prompt's keys and values to the rows of its
-answers, and then advances all running rows by one token a step. Tokens are chosen in one place, the decode step: the
+A call prefills each prompt once (all but its last token; once an answer where noise at the prompt differs between answers),
+copies the prompt's keys and values to the rows of its answers, and then advances all running rows by one token a step. Tokens are chosen in one place, the decode step: the
 first one too, since the step feeds the last prompt token. Rows whose answers end are given to waiting sequences or
 closed up, so that a finished sequence costs nothing. There is one host synchronization a step (which rows ended).
 
@@ -24,11 +24,12 @@ from torch import Tensor
 
 from qerl.errors import ConfigError, DataError, TrainingError
 from qerl.model.aqn import Noise
-from qerl.model.attention import PackedSequences
+from qerl.model.attention import PackedSequences, SampleRows
 from qerl.model.decoder import Decoder
 from qerl.model.tokenizer import Tokenizer
 from qerl.records import Completion, Prompt, SamplingSpec
 from qerl.rollout.kv_cache import DecodeContext, KVCache, PrefillContext
+from qerl.rollout.row_noise import RowNoise, decode_noise
 from qerl.rollout.sampler import check_sampling, choose
 from qerl.rollout.scheduler import Scheduler, Start
 from qerl.rollout.sequence import Answer, RowState, Sequence
@@ -100,14 +101,15 @@ class Engine:
             sampling: how tokens are chosen. The random numbers of answer j to prompt i are those of the sample key
                 ``first_sample_key + i * group_size + j``, in whatever batch it runs.
             group_size: G.
-            noise: perturbation of the norm scales in every pass, or None.
+            noise: perturbation of the norm scales in every pass, or None. Its keys are the sample keys.
             adapters: whether the LoRA adapters take part.
             first_sample_key: key of the first answer; calls of one rollout must not share keys.
             on_progress: called whenever answers end.
 
         Returns:
             (completions, stats). completions[i * G + j] is answer j to prompt i. Stats are counters:
-            ``generated_tokens``, ``prompt_tokens`` (each prompt once), ``decode_steps``, ``refills`` (times that freed
+            ``generated_tokens``, ``prompt_tokens`` (each prompt once), ``prefill_tokens`` (computed before the first decode
+            step, all but the last of each prompt), ``decode_steps``, ``refills`` (times that freed
             rows were filled again), ``peak_rows``, ``kv_bytes``, ``prefill_seconds``, ``decode_seconds``, ``seconds``
             (these two, scheduling and text together) and ``tokens_per_second`` (generated, over ``seconds``).
 
@@ -127,6 +129,7 @@ class Engine:
                 prompt_index=index // group_size,
                 prompt_length=len(prompts[index // group_size].token_ids),
                 sample_key=first_sample_key + index,
+                prefix_key=0 if noise is None else noise.prefix_key(first_sample_key + index),
             )
             for index in range(len(prompts) * group_size)
         ]
@@ -195,9 +198,12 @@ class _Call:
         adapters: bool,
     ):
         self.engine, self.prompts, self.sampling = engine, prompts, sampling
-        self.pass_arguments = {"noise": noise, "adapters": adapters}
+        self.adapters = adapters
         self.total = len(sequences)
         rows = min(engine.max_num_seqs, self.total)
+        # Clean prompts are computed without noise, not with noise times zero: their keys and values are those of no noise.
+        self.prefill_noise = None if noise is not None and noise.state.prompt == "clean" else noise
+        self.decode_noise = decode_noise(noise, rows, engine.device)
         self.scheduler = Scheduler(sequences, rows=rows, prefill_tokens=engine.prefill_tokens)
         self.state = RowState(rows, sampling, engine.device)
         self.eos_E = torch.tensor(engine.tokenizer.eos_ids, device=engine.device)
@@ -218,6 +224,7 @@ class _Call:
         self.stats = {
             "generated_tokens": 0.0,
             "prompt_tokens": float(sum(len(prompt.token_ids) for prompt in prompts)),
+            "prefill_tokens": 0.0,
             "kv_bytes": float(self.cache.nbytes),
             "peak_rows": float(rows),
             "prefill_seconds": 0.0,
@@ -260,6 +267,8 @@ class _Call:
             source_M, target_M = torch.tensor((sources, targets), device=self.engine.device)
             self.cache.copy(source_M, target_M, self.steps + max(self.offsets[row] for row in targets))
             self.state.move(source_M, target_M)
+            if isinstance(self.decode_noise, RowNoise):
+                self.decode_noise.move(source_M, target_M)
 
     def _prefill(self, starts: list[Start]) -> None:
         """Bring the prompts of one pass into the cache, and their sequences into rows."""
@@ -271,10 +280,13 @@ class _Call:
         fresh = [start for start in starts if start.prefill_tokens]
         if fresh:
             tokens_T, context = self._pack(fresh)
-            self.engine.model(tokens_T, context, **self.pass_arguments)
+            self.engine.model(tokens_T, context, noise=self.prefill_noise, adapters=self.adapters)
+            self.stats["prefill_tokens"] += len(tokens_T)
         rows = [row for start in starts for row in start.rows]
         sequences = [sequence for start in starts for sequence in start.sequences]
         self.state.start(rows, sequences, [self.prompts[item.prompt_index].token_ids[-1] for item in sequences])
+        if isinstance(self.decode_noise, RowNoise):
+            self.decode_noise.start(rows, [sequence.sample_key for sequence in sequences])
         for row, sequence in zip(rows, sequences, strict=True):
             self.offsets[row] = sequence.prompt_length - 1 - self.steps
 
@@ -290,7 +302,12 @@ class _Call:
                 sources.append(bounds[-1] + positions)
                 places.append(slot * slab + positions)
             bounds.append(len(tokens))
-        packed = PackedSequences(torch.tensor(bounds, device=device))
+        heads = [start.sequences[0] for start in fresh]
+        packed = PackedSequences(
+            torch.tensor(bounds, device=device),
+            sample_keys_S=torch.tensor([head.sample_key for head in heads], device=device),
+            prompt_lengths_S=torch.tensor([head.prompt_length for head in heads], device=device),
+        )
         source_M, place_M = (torch.from_numpy(np.concatenate(parts)).to(device) for parts in (sources, places))
         return torch.tensor(tokens, device=device), PrefillContext(self.cache, packed, source_M, place_M)
 
@@ -298,8 +315,12 @@ class _Call:
         """Advance every running row by one token; the rows that ended."""
         began = time.perf_counter()
         state, running = self.state, len(self.scheduler.running)
-        context = DecodeContext(self.cache, state.length_R[:running], self.steps + max(self.offsets[:running]))
-        hidden_BD = self.engine.model(state.last_token_R[:running], context, **self.pass_arguments)
+        samples = SampleRows(keys_S=state.sample_key_R[:running], prompt_lengths_S=state.prompt_length_R[:running])
+        longest = self.steps + max(self.offsets[:running])
+        context = DecodeContext(self.cache, state.length_R[:running], longest, samples)
+        hidden_BD = self.engine.model(
+            state.last_token_R[:running], context, noise=self.decode_noise, adapters=self.adapters
+        )
         uniform_B = None if self.sampling.temperature == 0 else state.uniforms(running)
         state.append(choose(self.engine.model.logits(hidden_BD), self.sampling, uniform_B))
         self.steps += 1

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from qerl.kernels.attention import cached_attention
-from qerl.model.attention import PackedSequences
+from qerl.model.attention import PackedSequences, SampleRows
 
 
 class KVCache:
@@ -81,6 +81,7 @@ class PrefillContext:
 
     def __init__(self, cache: KVCache, packed: PackedSequences, source_M: Tensor, place_M: Tensor):
         self.positions_T = packed.positions_T
+        self.samples = packed.samples
         self._cache, self._packed = cache, packed
         self._source_M, self._place_M = source_M, place_M
 
@@ -98,10 +99,12 @@ class DecodeContext:
         cache: of all rows.
         lengths_B: int64 [B], tokens of each running row before this step, which is the position of its new token.
         longest: largest of ``lengths_B``, known to the host.
+        samples: whose rows these are, for noise that differs between them.
     """
 
-    def __init__(self, cache: KVCache, lengths_B: Tensor, longest: int):
+    def __init__(self, cache: KVCache, lengths_B: Tensor, longest: int, samples: SampleRows | None = None):
         self.positions_T = lengths_B
+        self.samples = samples
         self._cache = cache
         self._lengths_B = lengths_B + 1
         self._longest = longest + 1

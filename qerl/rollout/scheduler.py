@@ -1,8 +1,9 @@
 """Which sequence holds which row of the decode batch: plain bookkeeping, free of tensors.
 
-Sequences start in order as rows become free, and a row is freed when its answer ends. The prompt of a group is prefilled
-once, when its first sequence starts; where the rows do not suffice for the whole group, the prompt's keys and values
-also go to the spare row, from which the group's later sequences start. As sequences start in order, at most one group
+Sequences start in order as rows become free, and a row is freed when its answer ends. A prompt is prefilled
+once for all sequences that share its keys and values (one ``prefix``: a group as a rule, a single answer where noise at
+the prompt differs between answers), when the first of them starts; where the rows do not suffice for all, the keys and values
+also go to the spare row, from which the later ones start. As sequences start in order, at most one prefix
 is in that state, so one spare row suffices. Running sequences always hold the first rows, without gaps: a step's cost
 follows the number of sequences that still run.
 """
@@ -21,14 +22,14 @@ REFILL_SHARE = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """Sequences of one prompt that start together."""
+    """Sequences of one prefix that start together."""
 
     sequences: tuple[Sequence, ...]
     rows: tuple[int, ...]
     prefill: bool
     """True: the prompt must be computed. False: its keys and values lie in the spare row."""
     keep: bool
-    """Sequences of this prompt still wait: its keys and values must be (or stay) in the spare row."""
+    """Sequences of this prefix still wait: its keys and values must be (or stay) in the spare row."""
 
     @property
     def prefill_tokens(self) -> int:
@@ -40,7 +41,7 @@ class Scheduler:
     """Assigns rows to sequences.
 
     Args:
-        sequences: in the order in which they start; those of one prompt follow one another.
+        sequences: in the order in which they start; those of one prefix follow one another.
         rows: rows of the decode batch.
         prefill_tokens: most prompt tokens of one prefill pass; a longer prompt makes a pass of its own.
     """
@@ -54,7 +55,7 @@ class Scheduler:
         self.refills = 0
         """Times that freed rows were filled again."""
         self._filled = False
-        self._spare_prompt: int | None = None
+        self._spare_prefix: tuple[int, int] | None = None
 
     @property
     def done(self) -> bool:
@@ -106,19 +107,19 @@ class Scheduler:
             self.running.pop()
 
     def _start(self, free: int, free_rows: Iterator[int]) -> Start:
-        prompt = self.waiting[0].prompt_index
+        prefix = self.waiting[0].prefix
         sequences: list[Sequence] = []
         rows: list[int] = []
-        while self.waiting and self.waiting[0].prompt_index == prompt and len(rows) < free:
+        while self.waiting and self.waiting[0].prefix == prefix and len(rows) < free:
             row = next(free_rows)
             if row == len(self.running):
                 self.running.append(None)
             self.running[row] = self.waiting[0]
             rows.append(row)
             sequences.append(self.waiting.popleft())
-        in_spare = self._spare_prompt == prompt
-        keep = bool(self.waiting) and self.waiting[0].prompt_index == prompt
-        self._spare_prompt = prompt if keep else None
+        in_spare = self._spare_prefix == prefix
+        keep = bool(self.waiting) and self.waiting[0].prefix == prefix
+        self._spare_prefix = prefix if keep else None
         return Start(sequences=tuple(sequences), rows=tuple(rows), prefill=not in_spare, keep=keep)
 
     def _passes(self, starts: list[Start]) -> list[list[Start]]:

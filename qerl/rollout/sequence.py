@@ -30,6 +30,13 @@ class Sequence:
     """Tokens."""
     sample_key: int
     """Key of its random numbers, unique within the rollout."""
+    prefix_key: int = 0
+    """Sequences of one prompt with the same number share the prompt's keys and values; noise may set them apart."""
+
+    @property
+    def prefix(self) -> tuple[int, int]:
+        """What identifies the keys and values of its prompt."""
+        return self.prompt_index, self.prefix_key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +69,7 @@ class RowState:
         self.length_R = integers(rows)
         self.count_R = integers(rows)
         self.sample_key_R = integers(rows)
+        self.prompt_length_R = integers(rows)
         self.tokens_RN = integers(rows, spec.max_new_tokens)
         self.behavior_RN = torch.zeros(rows, spec.max_new_tokens, device=device)
         self.sampler_RN = torch.zeros(rows, spec.max_new_tokens, device=device)
@@ -76,6 +84,7 @@ class RowState:
             [sequence.prompt_length - 1 for sequence in sequences],
             [0] * len(rows),
             [sequence.sample_key for sequence in sequences],
+            [sequence.prompt_length for sequence in sequences],
         )
         fresh = torch.tensor(columns, device=row_M.device)
         for state_R, values_M in zip(self._integers(), fresh, strict=True):
@@ -129,4 +138,4 @@ class RowState:
             state_R[target_M] = state_R[source_M]
 
     def _integers(self) -> tuple[Tensor, ...]:
-        return self.last_token_R, self.length_R, self.count_R, self.sample_key_R
+        return self.last_token_R, self.length_R, self.count_R, self.sample_key_R, self.prompt_length_R

@@ -20,7 +20,6 @@ from torch import Tensor
 from qerl.config.schema import Config
 from qerl.kernels.token_logprobs import token_logprobs
 from qerl.model.aqn import Noise
-from qerl.model.attention import PackedSequences
 from qerl.model.decoder import Decoder
 from qerl.objective.batch import Sample, pack, split_minibatches
 from qerl.objective.importance import ImportanceWeights, WeightRule, importance_weights
@@ -62,10 +61,9 @@ def policy_logprobs(
     Returns:
         (logprobs_N, entropy_N), float32, nats.
     """
-    context = PackedSequences(batch.cu_seqlens_S1, batch.positions_T)
     hidden_TD = model(
         batch.tokens_T,
-        context,
+        batch.context(),
         noise=noise,
         adapters=not reference,
         reference=reference,

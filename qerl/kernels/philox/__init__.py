@@ -18,9 +18,10 @@ from torch import Tensor
 
 from qerl.kernels.philox import reference
 
-__all__ = ["normal", "permutation", "philox4x32", "stream_key", "uniform", "uniform_at", "words"]
+__all__ = ["normal", "normal_rows", "permutation", "philox4x32", "stream_key", "uniform", "uniform_at", "words"]
 
 _SHIFT = 1 << 31
+_SLICE_ELEMENTS = 1 << 20
 
 
 def philox4x32(counter: Tensor, key: tuple[int, int]) -> Tensor:
@@ -82,11 +83,29 @@ def normal(
 
     z_0 = sqrt(-2 ln u_0) cos(2 pi u_1),  z_1 = sqrt(-2 ln u_0) sin(2 pi u_1), in float64, rounded once. |z| < 5.8.
     """
-    u_P2 = _open_unit(words(seed, stream, n + n % 2, c1=c1, c2=c2, c3=c3, device=device)).view(-1, 2)
-    radius = torch.sqrt(-2.0 * torch.log(u_P2[:, 0]))
-    angle = (2.0 * math.pi) * u_P2[:, 1]
-    pairs = torch.stack((radius * torch.cos(angle), radius * torch.sin(angle)), dim=1)
-    return pairs.flatten()[:n].float()
+    return _box_muller(words(seed, stream, n + n % 2, c1=c1, c2=c2, c3=c3, device=device))[:n]
+
+
+def normal_rows(seed: int, stream: str, n: int, *, c1: Tensor | int, c2: Tensor | int, c3: Tensor | int) -> Tensor:
+    """float32 [R, n], standard normal: row r is ``normal(seed, stream, n, c1=c1[r], c2=c2[r], c3=c3[r])``.
+
+    Args:
+        c1, c2, c3: int64 [R] in [0, 2^32), or integers; at least one is a tensor.
+    """
+    first = next(c for c in (c1, c2, c3) if isinstance(c, Tensor))
+    blocks = torch.arange(-(-n // 4), dtype=torch.int64, device=first.device)
+    # Rows are drawn a slice at a time: the integers and float64 numbers in between are 20 times the size of the result.
+    step = max(1, _SLICE_ELEMENTS // n)
+    slices = [slice(start, start + step) for start in range(0, len(first), step)]
+    result_Rn = torch.empty(len(first), n, dtype=torch.float32, device=first.device)
+    for rows in slices:
+        rest = tuple(
+            c[rows, None] if isinstance(c, Tensor) else torch.tensor(_checked(c), device=first.device)
+            for c in (c1, c2, c3)
+        )
+        words_Rbw = reference.stack_words((blocks, *rest), stream_key(seed, stream))
+        result_Rn[rows] = _box_muller(words_Rbw.flatten(-2))[..., :n]
+    return result_Rn
 
 
 def permutation(seed: int, stream: str, n: int, *, c1: int = 0, c2: int = 0, c3: int = 0) -> Tensor:
@@ -94,6 +113,14 @@ def permutation(seed: int, stream: str, n: int, *, c1: int = 0, c2: int = 0, c3:
     high, low = words(seed, stream, 2 * n, c1=c1, c2=c2, c3=c3).view(-1, 2).unbind(1)
     # The shift maps unsigned order to the signed order of int64.
     return torch.argsort(((high - _SHIFT) << 32) | low, stable=True)
+
+
+def _box_muller(words_n: Tensor) -> Tensor:
+    """float32 [..., n] of int64 words [..., n], n even: neighbors make a pair."""
+    u_P2 = _open_unit(words_n).unflatten(-1, (-1, 2))
+    radius = torch.sqrt(-2.0 * torch.log(u_P2[..., 0]))
+    angle = (2.0 * math.pi) * u_P2[..., 1]
+    return torch.stack((radius * torch.cos(angle), radius * torch.sin(angle)), dim=-1).flatten(-2).float()
 
 
 def _open_unit(word: Tensor) -> Tensor:

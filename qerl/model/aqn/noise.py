@@ -1,0 +1,174 @@
+"""``Noise``: the z of one rollout, and ``NoisePass``: what one forward pass sees of it.
+
+Shape legend: T tokens of a pass, S samples (sequences) of a pass, D width of a norm.
+
+With scope ``rollout`` z is one vector a place, drawn once. The other scopes draw for each pass, from the keys of its samples
+(and the positions of its tokens), and keep nothing: engine and trainer draw the same numbers because the keys are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+from qerl.kernels import philox
+from qerl.model.aqn.sites import LAYER_SHIFT, POSITION_SHIFT, SITE_IDS, NormSource, Place, clean_weight
+
+if TYPE_CHECKING:
+    from qerl.model.aqn.state import NoiseState
+    from qerl.model.attention import AttentionContext, SampleRows
+
+
+class NoiseSource(Protocol):
+    """Noise as an argument of a forward pass."""
+
+    def for_pass(self, context: AttentionContext) -> NoisePass:
+        """What the pass over the tokens of ``context`` sees."""
+        ...
+
+
+class Noise:
+    """The noise of one rollout. Made by ``NoiseState.materialize``; an argument of the forward pass, never a mode.
+
+    Args:
+        state: its record.
+        weights: clean scale of every noisy place: width and device.
+        spreads: standard deviation of every place, a number or float32 [D].
+        added: vectors that are added to the draws of scope ``rollout`` (earlier draws that accumulate).
+    """
+
+    def __init__(
+        self,
+        state: NoiseState,
+        weights: Mapping[Place, Tensor],
+        spreads: Mapping[Place, float | Tensor],
+        *,
+        added: Mapping[Place, Tensor] | None = None,
+    ):
+        self.state = state
+        self.spreads = dict(spreads)
+        self.widths = {place: weight_D.numel() for place, weight_D in weights.items()}
+        self.values: dict[Place, Tensor] = {}
+        """Place -> z, float32 [D], in scope ``rollout``; empty in the others."""
+        if state.scope == "rollout":
+            for place, weight_D in weights.items():
+                z_D = self._draw_one(place, weight_D.device)
+                self.values[place] = added[place] + z_D if added else z_D
+
+    def z(self, layer: int, name: str) -> Tensor | None:
+        """z of one place in scope ``rollout``, float32 [D]; None where there is no noise."""
+        assert self.state.scope == "rollout" or not self.spreads, "a draw of this scope belongs to a pass: use for_pass"
+        return self.values.get((layer, name))
+
+    def places(self) -> tuple[Place, ...]:
+        """The (layer, name) pairs that carry noise."""
+        return tuple(self.spreads)
+
+    def draw(self, place: Place, sample_keys_S: Tensor, positions_S: Tensor | None = None) -> Tensor:
+        """z of one place for samples (and positions, in scope ``token``), float32 [S, D]; not for scope ``rollout``.
+
+        Args:
+            place: one of ``places()``.
+            sample_keys_S: int64 [S].
+            positions_S: int64 [S], absolute position of the token in its sequence.
+        """
+        state, (layer, name) = self.state, place
+        counter: Tensor | int = SITE_IDS[name] | layer << LAYER_SHIFT
+        if state.scope == "token":
+            assert positions_S is not None
+            counter = counter + (positions_S << POSITION_SHIFT)
+        keys_S = sample_keys_S // state.group_size if state.scope == "group" else sample_keys_S
+        unit_SD = philox.normal_rows(
+            state.seed, state.stream, self.widths[place], c1=counter, c2=keys_S, c3=state.rollout
+        )
+        return unit_SD * self.spreads[place]
+
+    def prefix_key(self, sample_key: int) -> int:
+        """Samples of one prompt with the same number see the same noise at its prompt positions: they can share its keys
+        and values."""
+        state = self.state
+        if state.prompt == "clean" or state.scope == "rollout":
+            return 0
+        return state.scope_key(sample_key)
+
+    def for_pass(self, context: AttentionContext) -> NoisePass:
+        """What a pass over the tokens of ``context`` sees; ``context.samples`` must say whose they are, unless one draw
+        serves all."""
+        return NoisePass(self, context)
+
+    def _draw_one(self, place: Place, device: torch.device) -> Tensor:
+        layer, name = place
+        unit_D = philox.normal(
+            self.state.seed,
+            self.state.stream,
+            self.widths[place],
+            c1=SITE_IDS[name] | layer << LAYER_SHIFT,
+            c2=0,
+            c3=self.state.rollout,
+            device=device,
+        )
+        return unit_D * self.spreads[place]
+
+
+class NoisePass:
+    """z of one forward pass. Asking twice gives the same bits, so a layer may be computed again in the backward pass.
+
+    Args:
+        noise: the rollout's noise.
+        context: the pass: positions of its tokens, and whose they are.
+    """
+
+    def __init__(self, noise: Noise, context: AttentionContext):
+        self.noise = noise
+        self.independent = noise.state.sharing == "independent"
+        """Projections have draws of their own, named ``norm/projection``."""
+        self.positions_T = context.positions_T
+        self._samples: SampleRows | None = None
+        self._noisy_T1: Tensor | None = None
+        state = noise.state
+        if noise.spreads and (state.scope != "rollout" or state.prompt == "clean"):
+            assert context.samples is not None, f"noise of scope {state.scope} needs to know whose tokens these are"
+            self._samples = context.samples
+            if state.prompt == "clean":
+                noisy_T = self.positions_T >= context.samples.of_tokens(context.samples.prompt_lengths_S)
+                self._noisy_T1 = noisy_T.unsqueeze(1).float()
+
+    def z(self, layer: int, name: str) -> Tensor | None:
+        """z of one place, float32 [D] for all tokens or [T, D]; None where there is no noise (bit-identical to off)."""
+        place = (layer, name)
+        if place not in self.noise.spreads:
+            return None
+        values = self.values(place)
+        return values if self._noisy_T1 is None else values * self._noisy_T1
+
+    def values(self, place: Place) -> Tensor:
+        """z of one place as if all positions were noisy, [D] or [T, D]."""
+        if self.noise.state.scope == "rollout":
+            return self.noise.values[place]
+        samples = self._samples
+        assert samples is not None
+        if self.noise.state.scope == "token":
+            return self.noise.draw(place, samples.of_tokens(samples.keys_S), self.positions_T)
+        return samples.of_tokens(self.noise.draw(place, samples.keys_S))
+
+
+def z_over_w(noise: Noise, model: NormSource, threshold: float) -> float:
+    """Share of the channels that carry noise with |z / w| > ``threshold`` (a channel with w = 0 and z != 0 counts).
+
+    In scope ``rollout`` of the one draw there is; in the others the expected share, 2 Phi(-threshold |w| / s) a channel with
+    s the standard deviation of its z.
+    """
+    above, total = 0.0, 0
+    for place in noise.places():
+        weight_D = clean_weight(model, place).abs()
+        if place in noise.values:
+            above += float(torch.count_nonzero(noise.values[place].abs() > threshold * weight_D))
+        else:
+            spread_D = torch.as_tensor(noise.spreads[place], device=weight_D.device).double().expand_as(weight_D)
+            tail_D = torch.erfc(threshold * weight_D.double() / spread_D / 2**0.5)
+            above += float(torch.where(spread_D > 0, tail_D, 0.0).sum())
+        total += weight_D.numel()
+    return above / total if total else 0.0
