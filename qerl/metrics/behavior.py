@@ -37,7 +37,11 @@ def behavior_rows(rollout: Rollout, groups: Sequence[Group]) -> list[dict[str, A
     assert len(scores) == len(rollout.completions), "one score a completion"
     shared = _rollout_columns(rollout)
     pairs = zip(rollout.completions, scores, strict=True)
-    return [{**_sample_columns(completion, score), **shared} for completion, score in pairs]
+    noise = rollout.policy.noise
+    return [
+        {**_sample_columns(completion, score), **shared, "noise": _noise_column(noise, completion.sample_key)}
+        for completion, score in pairs
+    ]
 
 
 def _rollout_columns(rollout: Rollout) -> dict[str, Any]:
@@ -51,7 +55,6 @@ def _rollout_columns(rollout: Rollout) -> dict[str, Any]:
         "norm_hash": policy.norm_hash,
         "base_format": policy.base_format,
         "base_hash": policy.base_hash,
-        "noise": _noise_column(policy.noise),
         "sampling": _sampling_column(rollout.sampling),
         "engine": rollout.engine,
         "kernels": dict(rollout.kernels),
@@ -59,21 +62,9 @@ def _rollout_columns(rollout: Rollout) -> dict[str, Any]:
     }
 
 
-def _noise_column(noise: NoiseState | None) -> dict[str, Any] | None:
-    """The noise key. With scope `rollout` there is one draw, whose scope key is 0."""
-    if noise is None:
-        return None
-    return {
-        "seed": noise.seed,
-        "stream": noise.stream,
-        "rollout": noise.rollout,
-        "scope": noise.scope,
-        "key": 0,
-        "stage": noise.stage,
-        "sigma": noise.sigma,
-        "magnitude": noise.magnitude,
-        "sites": list(noise.sites),
-    }
+def _noise_column(noise: NoiseState | None, sample_key: int) -> dict[str, Any] | None:
+    """The noise state with the scope key of one sample; ``NoiseState.from_dict`` reads it back."""
+    return None if noise is None else {**noise.to_dict(), "key": noise.scope_key(sample_key)}
 
 
 def _sampling_column(sampling: SamplingSpec) -> dict[str, Any]:
@@ -164,6 +155,14 @@ def _noise_type() -> pa.DataType:
             ("sigma", pa.float64()),
             ("magnitude", pa.string()),
             ("sites", pa.list_(pa.string())),
+            ("group_size", pa.int32()),
+            ("prompt", pa.string()),
+            ("mode", pa.string()),
+            ("sharing", pa.string()),
+            ("factor", pa.float64()),
+            ("site_scales", pa.list_(pa.float64())),
+            ("kl_target", pa.float64()),
+            ("history", pa.list_(pa.list_(pa.float64()))),
         ]
     )
 

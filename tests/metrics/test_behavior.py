@@ -71,7 +71,42 @@ def rollout(noise: NoiseState | None) -> tuple[Rollout, list[Group]]:
 NOISE = NoiseState(seed=2**64 - 1, rollout=11, stage=3, sigma=0.0123456789, sites=("attn_norm", "mlp_norm"))
 
 
-@pytest.mark.parametrize("noise", [None, NOISE])
+FULL_NOISE = NoiseState(
+    seed=5,
+    rollout=11,
+    scope="group",
+    stage=3,
+    sigma=0.1,
+    sites=("attn_norm", "qk_norm"),
+    magnitude="sensitivity",
+    group_size=2,
+    prompt="clean",
+    sharing="independent",
+    factor=1.25,
+    site_scales=(0.5, 1.7),
+)
+WALK = NoiseState(
+    seed=5,
+    rollout=11,
+    stage=3,
+    sigma=0.1,
+    sites=("attn_norm",),
+    mode="accumulate",
+    kl_target=None,
+    history=((0, 0.0), (4, 0.3), (9, 0.1)),
+)
+
+
+@pytest.mark.parametrize("noise", [NOISE, FULL_NOISE, WALK])
+def test_the_noise_state_comes_back_from_any_row(tmp_path, noise):
+    path = RunDir.create(tmp_path).write_rollout_parquet(11, behavior_rows(*rollout(noise)))
+    rows = read_behavior(path)
+    assert [NoiseState.from_dict(row["noise"]) for row in rows] == [noise] * 4
+    keys = {"rollout": [0, 0, 0, 0], "group": [0, 0, 1, 1]}[noise.scope]
+    assert [row["noise"]["key"] for row in rows] == keys
+
+
+@pytest.mark.parametrize("noise", [None, NOISE, FULL_NOISE, WALK])
 def test_rows_come_back_from_the_file_exactly_as_they_went_in(tmp_path, noise):
     run = RunDir.create(tmp_path)
     rows = behavior_rows(*rollout(noise))
@@ -105,6 +140,14 @@ def test_a_row_says_what_the_sample_was_drawn_from():
         "sigma": 0.0123456789,
         "magnitude": "absolute",
         "sites": ["attn_norm", "mlp_norm"],
+        "group_size": 1,
+        "prompt": "noisy",
+        "mode": "replace",
+        "sharing": "shared",
+        "factor": 1.0,
+        "site_scales": [],
+        "kl_target": None,
+        "history": [],
     }
     assert row["sampling"]["top_k"] == 50
     assert rows[2]["note"] == "timed out"
