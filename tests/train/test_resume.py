@@ -9,7 +9,7 @@ from qerl.train.resume import TrainState, check_same_config, read_state
 
 def test_settings_that_make_the_run_must_not_change():
     before = load_config(None, ["optim.lr=1e-5", "train.steps=10"])
-    with pytest.raises(ConfigError, match="optim.lr: 1e-05 -> 2e-05.*train.steps: 10 -> 20"):
+    with pytest.raises(ConfigError, match=r"optim\.lr: 1e-05 -> 2e-05.*train\.steps: 10 -> 20"):
         check_same_config(before, load_config(None, ["optim.lr=2e-5", "train.steps=20"]))
 
 
