@@ -117,8 +117,8 @@ class RunDir:
         return self.config_path.exists() or self.metrics_path.exists()
 
     def write_text(self, name: str | Path, text: str) -> Path:
-        """Writes a text file whole or not at all; a relative name is taken inside the run folder."""
-        path = self.path / name
+        """Writes a text file whole or not at all; a name is taken inside the run folder, a path of it as it is."""
+        path = self._inside(name)
         with whole_file(path) as temporary:
             temporary.write_text(text, encoding="utf-8")
         return path
@@ -133,7 +133,7 @@ class RunDir:
         Raises:
             RunFolderError: the file is not JSON.
         """
-        path = self.path / name
+        path = self._inside(name)
         if not path.exists():
             return None
         try:
@@ -142,6 +142,11 @@ class RunDir:
             raise RunFolderError(
                 "a file of the run is not JSON", got=f"{path}: {error}", expected="a JSON document"
             ) from error
+
+    def _inside(self, name: str | Path) -> Path:
+        """The path of a name; one of the folder's own paths stays as it is, also when the folder itself is relative."""
+        path = Path(name)
+        return path if path.is_relative_to(self.path) else self.path / path
 
     def append_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Appends the line of one step and hands it to the operating system before returning."""

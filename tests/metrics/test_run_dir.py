@@ -168,3 +168,18 @@ def test_json_files_are_read_back_and_a_damaged_one_is_named(tmp_path):
 def test_values_without_a_json_form_are_refused():
     with pytest.raises(TypeError, match="set"):
         to_json({"a": {1, 2}})
+
+
+def test_a_relative_run_folder_keeps_its_files_in_one_place(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run = RunDir.create("runs/demo")
+    run.write_text(run.config_path, "a: 1\n")
+    run.write_json("summary.json", {"a": 1})
+    run.write_completions_text(1, "text")
+    assert run.read_json(run.summary_path) == run.read_json("summary.json") == {"a": 1}
+    files = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
+    assert files == {
+        "runs/demo/config.resolved.yaml",
+        "runs/demo/summary.json",
+        "runs/demo/completions/step-000001.txt",
+    }
