@@ -164,6 +164,16 @@ def test_train_writes_the_run_folder_and_refuses_it_the_second_time(run_folder, 
     assert "optim.lr" in changed
 
 
+def test_the_demo_recipe_runs_from_a_relative_folder(tiny_run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    data = next(setting for setting in tiny_run if setting.startswith("data.train="))
+    small = ("train.steps=1", "rollout.prompts_per_step=2", "rollout.group_size=2", "data.eval_limit=4", data)
+    ok("train", ROOT / "configs" / "demo.yaml", *small, "log.progress=plain")
+    assert (tmp_path / "runs" / "demo" / "report.html").is_file()
+    assert (tmp_path / "runs" / "demo" / "config.resolved.yaml").is_file()
+    assert not (tmp_path / "runs" / "demo" / "runs").exists()
+
+
 def test_eval_of_a_run_uses_its_newest_checkpoint_and_agrees_with_the_run(run_folder, tmp_path):
     out = tmp_path / "eval.json"
     text = ok("eval", run_folder, "--out", out)
