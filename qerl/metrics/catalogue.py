@@ -15,7 +15,7 @@ from functools import cache
 
 from qerl.errors import nearest
 from qerl.metrics.diagnostics_catalogue import DIAGNOSTICS
-from qerl.metrics.metric import Alarm, Metric, section
+from qerl.metrics.metric import Alarm, Metric, Severity, section
 
 _PROGRESS = section(
     "Progress",
@@ -250,20 +250,21 @@ METRICS: tuple[Metric, ...] = (
 )
 """All metrics, in the order of the documentation."""
 
+_LEVELS: tuple[tuple[float, Severity, str], ...] = (
+    (0.005, "warning", "Engine and trainer disagree more than rounding explains (same noise on both sides)."),
+    (
+        0.01,
+        "fault",
+        "The trainer optimizes another policy than the one that sampled: look for a layout, cache or mask fault.",
+    ),
+)
 ALARMS: tuple[Alarm, ...] = tuple(
     Alarm(metric=metric, level=level, severity=severity, meaning=meaning, same_noise_only=same_noise_only)
     for metric, same_noise_only in (
         ("mean_abs_prob_difference", True),
         ("mismatch/kernel/mean_abs_prob_difference", False),
     )
-    for level, severity, meaning in (
-        (0.005, "warning", "Engine and trainer disagree more than rounding explains (same noise on both sides)."),
-        (
-            0.01,
-            "fault",
-            "The trainer optimizes another policy than the one that sampled: look for a layout, cache or mask fault.",
-        ),
-    )
+    for level, severity, meaning in _LEVELS
 )
 """Alarm lines, mildest first for each metric. They are for the kernel term alone: the noise itself gives about .017 at
 sigma .05. `mean_abs_prob_difference` is that term only while both sides see the same noise."""
@@ -319,9 +320,9 @@ def to_markdown() -> str:
             "A number that is not finite is written as `null`."
         ),
     ]
-    for section in dict.fromkeys(metric.section for metric in METRICS):
-        lines += ["", f"## {section}", "", "| key | unit | kind | meaning |", "|---|---|---|---|"]
-        rows = [metric for metric in METRICS if metric.section == section]
+    for heading in dict.fromkeys(metric.section for metric in METRICS):
+        lines += ["", f"## {heading}", "", "| key | unit | kind | meaning |", "|---|---|---|---|"]
+        rows = [metric for metric in METRICS if metric.section == heading]
         lines += [
             f"| `{row.name}` | {row.unit} | {row.kind} | {row.meaning.replace('|', chr(92) + '|')} |" for row in rows
         ]

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Kind = Literal["value", "timing", "throughput", "memory"]
+Severity = Literal["warning", "fault"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +31,7 @@ class Alarm:
 
     metric: str
     level: float
-    severity: Literal["warning", "fault"]
+    severity: Severity
     meaning: str
     same_noise_only: bool = False
     """Whether the line holds only while the trainer's pass sees the rollout's noise (or there is none)."""

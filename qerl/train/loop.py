@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -27,13 +28,14 @@ from qerl.records import Group, Prompt, Rollout, SamplingSpec
 from qerl.reward.compose import Rewarder
 from qerl.train import step_metrics
 from qerl.train.completions_text import completions_text
+from qerl.train.diagnostics.observer import Diagnostics
 from qerl.train.learn import learn
 from qerl.train.policy_version import ActivePolicy, activate_policy, assert_clean_scales, evaluation_noise
 from qerl.train.resume import TrainState, prune_checkpoints, save_checkpoint
 from qerl.train.session import Session
 from qerl.train.stop import StopRequest
 from qerl.train.timing import StageTimer
-from qerl.train.warnings import config_warnings, step_warnings
+from qerl.train.warnings import config_warnings, step_warnings, trend_warnings
 
 
 @dataclass(slots=True, kw_only=True)
@@ -51,6 +53,9 @@ class Trainer:
     progress: Progress
     state: TrainState
     timer: StageTimer
+    diagnostics: Diagnostics
+    history: list[dict[str, Any]]
+    """Metrics of the steps so far, oldest first."""
     run_facts: dict[str, str]
     dropped_prompts: int
     began: float
@@ -94,6 +99,8 @@ class Trainer:
             assert_clean_scales(self.session.model, policy)
         with timer.stage("reward"):
             groups = self.score(rollout)
+        with timer.stage("diagnostics"):
+            measured = self.diagnostics.before_updates(rollout, groups, policy)
         values = advantages([[s.reward for s in group.scores] for group in groups], config.objective.advantage)
         samples = make_samples(groups, values, mask_truncated=config.objective.mask_truncated)
         stats = learn(
@@ -112,6 +119,8 @@ class Trainer:
             **step_metrics.noise_metrics(policy.state, policy.noise, self.session.model),
             **stats.metrics(),
         }
+        with timer.stage("diagnostics"):
+            measured |= self.diagnostics.after_updates(state.step + 1)
         with timer.stage("save"):
             self.keep_records(rollout, groups)
         state.step += 1
@@ -119,15 +128,19 @@ class Trainer:
         state.tokens += int(metrics["tokens/prompt"] + metrics["tokens/completion"])
         state.completion_tokens += int(metrics["tokens/completion"])
         seconds = time.perf_counter() - started
-        return metrics | {
-            "policy_version": state.updates,
-            "num_tokens": state.tokens,
-            "epoch": self.sampler.epochs,
-            "dropped_prompts": self.dropped_prompts,
-            "time/step": seconds,
-            "tokens_per_second": (metrics["tokens/prompt"] + metrics["tokens/completion"]) / seconds,
-            "rollout/tokens_per_second": metrics["tokens/completion"] / rollout.stats["seconds"],
-        }
+        return (
+            metrics
+            | measured
+            | {
+                "policy_version": state.updates,
+                "num_tokens": state.tokens,
+                "epoch": self.sampler.epochs,
+                "dropped_prompts": self.dropped_prompts,
+                "time/step": seconds,
+                "tokens_per_second": (metrics["tokens/prompt"] + metrics["tokens/completion"]) / seconds,
+                "rollout/tokens_per_second": metrics["tokens/completion"] / rollout.stats["seconds"],
+            }
+        )
 
     def sample(self, prompts: Sequence[Prompt], policy: ActivePolicy) -> Rollout:
         """Answers of the active policy."""
@@ -213,8 +226,10 @@ class Trainer:
         stages = self.timer.end_step()
         metrics |= {f"time/{name}": seconds for name, seconds in stages.items()}
         metrics |= step_metrics.memory_metrics(self.session.device)
-        for text in step_warnings(self.config, metrics) if state.step else []:
-            self.warn(text)
+        if state.step:
+            self.history.append(metrics)
+            for notice in step_warnings(self.config, metrics) + trend_warnings(self.config, self.history):
+                self.warn(notice.text, key=notice.key)
         self.writer.write(state.step, metrics)
         self.progress.step(metrics | {"step": state.step})
 
@@ -230,9 +245,10 @@ class Trainer:
         save_checkpoint(folder, self.session.model, self.optimizer, state, self.config, str(self.session.model_path))
         prune_checkpoints(self.run, self.config.train.keep_checkpoints)
 
-    def warn(self, text: str) -> None:
-        """Show a warning once a run and keep it for the summary."""
-        if text not in self.state.warnings:
+    def warn(self, text: str, *, key: str | None = None) -> None:
+        """Show a warning and keep it for the summary: one of each key a run (the text is its own key if none is given)."""
+        if (key or text) not in self.state.warned:
+            self.state.warned.append(key or text)
             self.state.warnings.append(text)
             self.progress.warn(text)
 

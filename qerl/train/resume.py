@@ -45,6 +45,8 @@ class TrainState:
     stage_seconds: dict[str, float] = field(default_factory=dict)
     wall_seconds: float = 0.0
     warnings: list[str] = field(default_factory=list)
+    warned: list[str] = field(default_factory=list)
+    """Keys of those warnings."""
     base_hash: str = ""
 
 

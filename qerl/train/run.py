@@ -23,12 +23,14 @@ from qerl.metrics.writer import MetricsWriter
 from qerl.model.checkpoint import base_hash
 from qerl.report.html import write_report
 from qerl.reward.compose import Rewarder
+from qerl.train.diagnostics.observer import Diagnostics
 from qerl.train.loop import Trainer
 from qerl.train.optimizer import make_optimizer
 from qerl.train.resume import TrainState, check_same_config, load_checkpoint
 from qerl.train.session import Session, max_num_seqs, open_session
 from qerl.train.stop import StopRequest
 from qerl.train.timing import StageTimer
+from qerl.train.warnings import prompt_warnings
 
 SUMMARY_SCHEMA = 1
 
@@ -125,11 +127,13 @@ def build_trainer(config: Config, run: RunDir, session: Session, *, resume: bool
         progress=progress,
         state=state,
         timer=timer,
+        diagnostics=Diagnostics(config, run, session, eval_prompts or train_prompts),
+        history=[row for row in run.read_metrics() if row["step"] > 0],
         run_facts=run_facts(session, weights_hash),
         dropped_prompts=dropped,
         began=began,
     )
-    for text in notes:
+    for text in [*notes, *prompt_warnings(train_prompts, config.data.prompt_template)]:
         trainer.warn(text)
     return trainer
 

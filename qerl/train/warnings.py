@@ -1,14 +1,40 @@
-"""Known ways in which a run looks alive and learns nothing, in words with the likely cause."""
+"""Known ways in which a run looks alive and learns nothing, in words with the likely cause.
+
+``step_warnings`` reads the metrics of one step, ``trend_warnings`` those of the run so far, ``config_warnings`` and
+``prompt_warnings`` what is known before the first step.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from qerl.config.schema import Config
 from qerl.metrics.catalogue import ALARMS
+from qerl.records import Prompt
 
-MOST = 0.9
-"""Share from which "nearly all" is said."""
+HALF = 0.5
+"""Share of the answers from which a fault of form is called the cause of a reward of 0."""
+
+WINDOW = 5
+"""Steps in the mean at the beginning of a run, and at its present end, that a trend is read from."""
+ENTROPY_UP = 1.1
+"""Factor from which entropy has risen."""
+SHARE_MOVED = 0.05
+"""Change of a share (of groups, of answers) from which it has moved."""
+SLOWER = 1.05
+"""Factor from which seconds per token have grown."""
+
+Metrics = Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Notice:
+    """A warning; one of each key is shown a run, whatever numbers its text holds."""
+
+    key: str
+    text: str
 
 
 def config_warnings(config: Config) -> list[str]:
@@ -28,40 +54,167 @@ def config_warnings(config: Config) -> list[str]:
     return found
 
 
-def step_warnings(config: Config, metrics: Mapping[str, float]) -> list[str]:
-    """What this step's metrics say is wrong. Texts are stable, so that each is shown once a run."""
+def prompt_warnings(prompts: Sequence[Prompt], prompt_template: str) -> list[str]:
+    """Rendered prompts that carry no marks of a chat."""
+    bare = [p for p in prompts if p.text.strip() == prompt_template.replace("{question}", p.question).strip()]
+    if not bare:
+        return []
+    return [
+        (
+            f"{_percent(len(bare) / len(prompts))} of the prompts reach the model without a chat template around them (prompt {bare[0].id}: "
+            f"{bare[0].text[:60]!r}). An instruct model then rarely ends its answer: use the checkpoint with its own "
+            "chat_template, or ignore this for a base model."
+        )
+    ]
+
+
+def step_warnings(config: Config, metrics: Metrics) -> list[Notice]:
+    """What this step's metrics say is wrong."""
     found = []
     if metrics.get("reward") is None:
         found.append(
-            "No answer of a step could be scored: look at the notes under completions/ for the reward's own error."
+            Notice(
+                key="unscored",
+                text="No answer of a step could be scored: look at the notes under completions/ for the reward's own error.",
+            )
         )
     elif metrics["accuracy"] == 0.0:
-        found.append(_why_nothing_is_right(config, metrics))
+        found.append(_nothing_right(config, metrics))
     if metrics["completions/clipped_ratio"] == 1.0:
         found.append(
-            "No answer stopped by itself: every one reached rollout.max_new_tokens. Raise it, or check that the chat template "
-            "and the EOS ids fit this checkpoint."
+            Notice(
+                key="no_eos",
+                text="No answer of a step stopped by itself: no EOS token was seen, every answer reached "
+                f"rollout.max_new_tokens={config.rollout.max_new_tokens}. Raise it, or check that the chat template and the EOS "
+                "ids fit this checkpoint (qerl validate).",
+            )
         )
     if metrics.get("frac_reward_zero_std") == 1.0:
-        found.append(
-            "All groups of a step have equal rewards: no gradient. The task is too hard or too easy for the model as it is."
+        found.append(_all_equal(metrics))
+    same_noise = config.objective.noise == "replayed" or metrics["aqn/sigma"] == 0.0
+    found += [
+        Notice(
+            key=f"{alarm.severity}/{alarm.metric}",
+            text=f"{alarm.severity}: {alarm.metric} is {metrics[alarm.metric]:.3g}, above {alarm.level}: {alarm.meaning}",
         )
-    if config.objective.noise == "replayed" or metrics["aqn/sigma"] == 0.0:
-        found += [
-            f"{alarm.severity}: {alarm.metric} is above {alarm.level}: {alarm.meaning}"
-            for alarm in ALARMS
-            if metrics.get(alarm.metric, 0.0) > alarm.level
-        ]
+        for alarm in ALARMS
+        if metrics.get(alarm.metric, 0.0) > alarm.level and (same_noise or not alarm.same_noise_only)
+    ]
     return found
 
 
-def _why_nothing_is_right(config: Config, metrics: Mapping[str, float]) -> str:
-    if metrics["outcomes/truncated"] >= MOST:
-        cause = f"nearly all answers were cut at rollout.max_new_tokens={config.rollout.max_new_tokens}: raise it"
-    elif metrics["outcomes/unparsable"] >= MOST:
-        cause = "nearly all answers hold no answer that can be read: ask for a form such as \\boxed{} in data.prompt_template"
-    elif metrics["outcomes/unscorable"] >= MOST:
-        cause = "nearly all answers are unscorable: look at the notes under completions/"
+def _nothing_right(config: Config, metrics: Metrics) -> Notice:
+    share, kind = max(
+        (metrics[f"outcomes/{kind}"], kind) for kind in ("truncated", "unparsable", "unscorable", "wrong")
+    )
+    causes = {
+        "truncated": f"were cut at rollout.max_new_tokens={config.rollout.max_new_tokens} before an answer: raise it",
+        "unparsable": "hold no answer that the parser finds: ask for a form such as \\boxed{} in data.prompt_template, or "
+        "look at completions/",
+        "unscorable": "could not be scored: look at the notes under completions/",
+    }
+    if share >= HALF and kind in causes:
+        cause = f"{_percent(share)} of the answers {causes[kind]}"
     else:
-        cause = "answers are read and wrong: the task may be too hard for this model"
-    return f"Accuracy is 0 in a step; {cause}."
+        kind = "wrong"
+        cause = f"{_percent(metrics['outcomes/wrong'])} of the answers are read and wrong: the task may be too hard for this model"
+    return Notice(key=f"nothing_right/{kind}", text=f"Accuracy is 0 in a step; {cause}.")
+
+
+def _all_equal(metrics: Metrics) -> Notice:
+    kinds = ("all_correct", "all_wrong", "all_truncated", "mixed")
+    kind = max(kinds, key=lambda kind: metrics.get(f"groups/{kind}", 0.0))
+    causes = {
+        "all_correct": "the task is too easy for the model as it is",
+        "all_wrong": "the task is too hard for the model as it is, or its answers all fail in form",
+        "all_truncated": "every answer is cut off",
+        "mixed": "right and wrong answers get the same reward: look at reward.functions and reward.weights",
+    }
+    return Notice(
+        key=f"all_equal/{kind}",
+        text=f"All groups of a step have equal rewards, so there is no gradient: {causes[kind]}.",
+    )
+
+
+def trend_warnings(config: Config, history: Sequence[Metrics]) -> list[Notice]:
+    """What the steps so far say together: the first :data:`WINDOW` against the last.
+
+    Args:
+        config: names the likely cause.
+        history: metrics of all steps, oldest first.
+    """
+    if len(history) < 2 * WINDOW:
+        return []
+    early, late = history[:WINDOW], history[-WINDOW:]
+    found = (_entropy_without_signal(early, late), _gain_eaten(config, early, late))
+    return [notice for notice in found if notice is not None]
+
+
+def _entropy_without_signal(early: Sequence[Metrics], late: Sequence[Metrics]) -> Notice | None:
+    entropy = _both(early, late, "entropy")
+    mixed = _both(early, late, "groups/mixed")
+    invalid = [_both(early, late, f"outcomes/{kind}") for kind in ("unparsable", "truncated")]
+    if entropy is None or mixed is None or None in invalid:
+        return None
+    before, after = (1.0 - math.fsum(pair[i] for pair in invalid if pair) for i in (0, 1))
+    rises = entropy[1] >= ENTROPY_UP * entropy[0]
+    if not (rises and before - after >= SHARE_MOVED and mixed[1] - mixed[0] < SHARE_MOVED):
+        return None
+    return Notice(
+        key="entropy_without_signal",
+        text=f"Entropy rose from {entropy[0]:.3g} to {entropy[1]:.3g} nats while valid answers fell from {_percent(before)} to "
+        f"{_percent(after)} and mixed groups did not grow ({_percent(mixed[0])} to {_percent(mixed[1])}): answers become "
+        "noisier, not more varied in substance. Lower aqn.sigma_start, rollout.temperature or optim.lr.",
+    )
+
+
+def _gain_eaten(config: Config, early: Sequence[Metrics], late: Sequence[Metrics]) -> Notice | None:
+    """More mixed groups a step, but not more a second."""
+    mixed, seconds = _both(early, late, "groups/mixed"), _both(early, late, "time/step")
+    tokens = _both(early, late, "tokens/completion")
+    if mixed is None or seconds is None or tokens is None or min(*seconds, *tokens) <= 0:
+        return None
+    if mixed[1] - mixed[0] < SHARE_MOVED or mixed[1] / seconds[1] > mixed[0] / seconds[0]:
+        return None
+    start = f"Mixed groups rose from {_percent(mixed[0])} to {_percent(mixed[1])}, but a step now takes {seconds[1]:.3g} s instead of {seconds[0]:.3g} s, so there are not more of them a second: "
+    if seconds[1] / tokens[1] < SLOWER * seconds[0] / tokens[0]:
+        return Notice(
+            key="gain_eaten/length",
+            text=f"{start}answers grew from {tokens[0]:.0f} to {tokens[1]:.0f} tokens a step. Consider reward.overlong.",
+        )
+    stage, share = _slowest_growth(early, late, seconds[1])
+    return Notice(key=f"gain_eaten/{stage}", text=f"{start}{_eaten_by(config, stage)} ({_percent(share)} of the step).")
+
+
+_SWITCHING = ("noise", "save", "diagnostics")
+_STAGES = ("rollout", "reward", "logprobs", "backward", "optimizer", *_SWITCHING)
+
+
+def _slowest_growth(early: Sequence[Metrics], late: Sequence[Metrics], step_seconds: float) -> tuple[str, float]:
+    """The stage whose seconds grew most, and its share of the step now."""
+    pairs = {stage: _both(early, late, f"time/{stage}") or (0.0, 0.0) for stage in _STAGES}
+    stage = max(_STAGES, key=lambda stage: pairs[stage][1] - pairs[stage][0])
+    return stage, pairs[stage][1] / step_seconds
+
+
+def _eaten_by(config: Config, stage: str) -> str:
+    if stage in _SWITCHING:
+        return f"switching between sampling and learning (stage {stage}) ate the gain; save or measure less often"
+    if stage in ("logprobs", "backward") and config.quant.format != "bf16":
+        return f"dequantizing {config.quant.format} weights in the trainer's passes (stage {stage}) ate the gain"
+    return f"stage {stage} ate the gain"
+
+
+def _both(early: Sequence[Metrics], late: Sequence[Metrics], key: str) -> tuple[float, float] | None:
+    """Mean of a metric over each window; None unless every step has it."""
+    means = []
+    for rows in (early, late):
+        values = [row.get(key) for row in rows]
+        if any(value is None for value in values):
+            return None
+        means.append(math.fsum(value for value in values if value is not None) / len(values))
+    return means[0], means[1]
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %"

@@ -1,0 +1,129 @@
+"""The adapter canary: after each step's updates, do trainer and engine both use the adapters, and agree?
+
+An engine that ignores the adapter, or reads an old one, samples from the base model while the trainer improves a policy
+that nobody plays: rewards stay flat and every loss looks sound. One short answer a step tells.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from qerl.errors import TrainingError
+from qerl.model.decoder import Decoder
+from qerl.records import Completion, Prompt, SamplingSpec
+from qerl.rollout.engine import Engine
+
+CANARY_STREAM = "canary"
+CANARY_TOKENS = 6
+
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.2}
+"""Compute type -> mean |log-prob of the engine - of the trainer| over the canary's tokens above which they disagree.
+Rounding gives about 1e-6 and 1e-2."""
+
+MOVES_FROM = {torch.float32: 1e-7, torch.bfloat16: 1e-4}
+"""Compute type -> largest |scale * B| from which an adapter must change log-probs; below, rounding may hide it."""
+
+CERTAIN = 1e-4
+"""A log-prob closer to 0 says nothing: float32 cannot show small changes of a probability next to 1."""
+
+Score = Callable[[Completion, bool], torch.Tensor]
+"""(answer, adapters on or off) -> the trainer's log-probs of its tokens, without noise, float32 [N]."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Readings:
+    """What the canary saw; log-probs in nats."""
+
+    adapter_size: float
+    """Largest |scale * B| of all adapters."""
+    adapter_effect: float
+    """Mean |log-prob with - without adapters| in the trainer."""
+    engine_difference: float
+    """Mean |engine - trainer|, adapters on."""
+    engine_moved: bool
+    """Whether the engine's answer or its log-probs change when adapters are switched off."""
+    telling: bool
+    """Whether a token was uncertain enough for its log-prob to show a change."""
+
+    def metrics(self) -> dict[str, float]:
+        return {
+            "canary/adapter_size": self.adapter_size,
+            "canary/adapter_effect": self.adapter_effect,
+            "canary/engine_difference": self.engine_difference,
+        }
+
+
+def read_canary(
+    model: Decoder, engine: Engine, score: Score, prompt: Prompt, *, temperature: float, seed: int, step: int
+) -> Readings:
+    """Answer ``prompt`` with the engine, with and without adapters, and score the first answer with the trainer.
+
+    Args:
+        model: the shared decoder.
+        engine: answers without noise.
+        score: the trainer's log-probs at ``temperature``.
+        prompt: the canary.
+        temperature: of the sampler.
+        seed: root seed; the answer is keyed by (seed, step).
+        step: completed steps.
+    """
+    sampling = SamplingSpec(
+        temperature=temperature, max_new_tokens=CANARY_TOKENS, seed=seed, stream=CANARY_STREAM, rollout=step
+    )
+    ((on,), _), ((off,), _) = (engine.generate([prompt], sampling, adapters=adapters) for adapters in (True, False))
+    with_N, without_N = score(on, True).double(), score(on, False).double()
+    engine_N = torch.tensor(on.behavior_logprobs, dtype=torch.float64, device=with_N.device)
+    return Readings(
+        adapter_size=adapter_size(model),
+        adapter_effect=float((with_N - without_N).abs().mean()),
+        engine_difference=float((engine_N - with_N).abs().mean()),
+        engine_moved=(on.token_ids, on.behavior_logprobs) != (off.token_ids, off.behavior_logprobs),
+        telling=float(with_N.min()) < -CERTAIN,
+    )
+
+
+def check_canary(readings: Readings, dtype: torch.dtype) -> None:
+    """Stop a run whose canary is dead.
+
+    Raises:
+        TrainingError: the adapters change nothing in the trainer or in the engine though they are not zero, or the two
+            disagree.
+    """
+    remedy = "Do not trust this run's rewards; please report it with `qerl env`. diagnostics.canary=false goes on without the check"
+    size = f"largest adapter entry {readings.adapter_size:.3g}"
+    if readings.telling and readings.adapter_size >= MOVES_FROM[dtype]:
+        if readings.adapter_effect == 0.0:
+            raise TrainingError(
+                "canary: the trainer's log-probs do not change with the adapters",
+                got=f"{size}, log-probs equal to those of the base",
+                expected="log-probs that move",
+                remedy=remedy,
+            )
+        if not readings.engine_moved:
+            raise TrainingError(
+                "canary: the engine ignores the adapters",
+                got=f"{size}, and the engine answers as the base model does, to the bit",
+                expected=f"log-probs that move, as the trainer's do (by {readings.adapter_effect:.3g} nats a token)",
+                remedy=remedy,
+            )
+    if not readings.engine_difference <= TOLERANCE[dtype]:
+        raise TrainingError(
+            "canary: engine and trainer disagree on the current policy",
+            got=f"mean difference of log-probs {readings.engine_difference:.3g}",
+            expected=f"at most {TOLERANCE[dtype]:g} in {str(dtype).removeprefix('torch.')}",
+            remedy=remedy,
+        )
+
+
+def adapter_size(model: Decoder) -> float:
+    """Largest |scale * B| of all adapters; 0 for fresh ones, or none."""
+    largest = [
+        linear.lora.scale * b_OR.detach().abs().max()
+        for linear in model.grouped_linears()
+        if linear.lora is not None
+        for b_OR in linear.lora.lora_b
+    ]
+    return float(torch.stack(largest).max()) if largest else 0.0
