@@ -1,0 +1,199 @@
+"""Noise of every scope in the engine: the same answer in any batch, and the same log-probs when the trainer replays it."""
+
+import itertools
+
+import pytest
+import torch
+from rollout_builders import load_tiny, make_prompts
+
+from qerl.model.aqn import NoiseState
+from qerl.model.tokenizer import load_tokenizer
+from qerl.objective.batch import Sample, pack
+from qerl.records import SamplingSpec
+from qerl.rollout import row_noise
+from qerl.rollout.engine import Engine
+from qerl.rollout.kv_cache import KVCache
+from qerl.rollout.scheduler import Scheduler
+from qerl.rollout.sequence import Sequence
+from qerl.train.learn import policy_logprobs
+
+SCOPES = ("rollout", "group", "response", "token")
+RAGGED, GROUP = (5, 1, 17, 9), 4
+SPEC = SamplingSpec(max_new_tokens=14, seed=4)
+
+BATCH_TOLERANCE = 1e-5
+"""float32 log-probs of an answer in different batches."""
+
+REPLAY_TOLERANCE = 1e-4
+"""|ratio - 1| of trainer to engine, float32; measured: 5e-6."""
+
+
+@pytest.fixture(scope="module")
+def tokenizer(qwen2_folder):
+    return load_tokenizer(qwen2_folder)
+
+
+@pytest.fixture(scope="module")
+def model(qwen2_folder):
+    return load_tiny(qwen2_folder)
+
+
+def make_noise(model, scope, **changes):
+    settings = {"seed": 1, "rollout": 2, "stage": 1, "sigma": 0.3, "group_size": GROUP, "scope": scope}
+    return NoiseState(**{**settings, "sites": ("attn_norm", "mlp_norm", "final_norm"), **changes}).materialize(model)
+
+
+def generate(model, tokenizer, noise, *, rows=64, prefill_tokens=8192, **arguments):
+    engine = Engine(model, tokenizer, max_num_seqs=rows, prefill_tokens=prefill_tokens)
+    return engine.generate(make_prompts(RAGGED), SPEC, group_size=GROUP, noise=noise, **arguments)
+
+
+def batches(completions, token_budget=10_000):
+    samples = [Sample(completion=completion, advantage=1.0, in_loss=True) for completion in completions]
+    return list(pack(samples, token_budget, torch.device("cpu")))
+
+
+@torch.no_grad()
+def ratios(model, completions, noise, token_budget=10_000):
+    """Ratio of trainer to engine probability of every answer token."""
+    found = [
+        torch.exp(policy_logprobs(model, batch, 1.0, noise=noise)[0] - batch.behavior_logprobs_N)
+        for batch in batches(completions, token_budget)
+    ]
+    return torch.cat(found)
+
+
+def assert_same_answers(found, expected):
+    for one, other in zip(found, expected, strict=True):
+        assert (one.sample_key, one.token_ids) == (other.sample_key, other.token_ids)
+        assert one.behavior_logprobs == pytest.approx(other.behavior_logprobs, abs=BATCH_TOLERANCE)
+
+
+@pytest.mark.parametrize(("scope", "prompt"), list(itertools.product(SCOPES, ("noisy", "clean"))))
+def test_an_answer_is_the_same_alone_and_in_any_batch(model, tokenizer, scope, prompt):
+    noise = make_noise(model, scope, prompt=prompt)
+    together, _ = generate(model, tokenizer, noise)
+    for rows, prefill_tokens in ((1, 1), (3, 10)):
+        again, _ = generate(model, tokenizer, noise, rows=rows, prefill_tokens=prefill_tokens)
+        assert_same_answers(again, together)
+    for index in (0, 6, 15):
+        alone, _ = Engine(model, tokenizer).generate(
+            [make_prompts(RAGGED)[index // GROUP]], SPEC, noise=noise, first_sample_key=index
+        )
+        assert_same_answers(alone, [together[index]])
+
+
+@pytest.mark.parametrize(("scope", "prompt"), list(itertools.product(SCOPES, ("noisy", "clean"))))
+@pytest.mark.parametrize("sharing", ["shared", "independent"])
+def test_replayed_noise_gives_ratio_one_and_absent_noise_does_not(model, tokenizer, scope, prompt, sharing):
+    noise = make_noise(model, scope, prompt=prompt, sharing=sharing)
+    completions, _ = generate(model, tokenizer, noise, rows=7)
+    for token_budget in (40, 10_000):
+        replayed = ratios(model, completions, noise, token_budget)
+        assert (replayed - 1).abs().max() <= REPLAY_TOLERANCE
+    again = NoiseState.from_dict(noise.state.to_dict()).materialize(model)
+    assert torch.equal(ratios(model, completions, again), replayed)
+    assert (ratios(model, completions, None) - 1).abs().mean() > 0.02
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+def test_a_recomputed_pass_over_the_same_packing_gives_the_same_bits(model, tokenizer, scope):
+    noise = make_noise(model, scope)
+    completions, _ = generate(model, tokenizer, noise)
+    for batch in batches(completions, 60):
+        with torch.no_grad():
+            old_N, _ = policy_logprobs(model, batch, 1.0, noise=noise)
+        new_N, _ = policy_logprobs(model, batch, 1.0, noise=noise, checkpointing=True)
+        assert torch.equal(old_N, new_N.detach())
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+def test_the_first_answer_token_comes_from_the_clean_policy_when_prompts_are_clean(model, tokenizer, scope):
+    """The last prompt token is of the prompt: what it predicts sees no noise; what the first answer token predicts does."""
+    noise = make_noise(model, scope, prompt="clean")
+    completions, _ = generate(model, tokenizer, noise)
+    first = torch.tensor([sum(len(c.token_ids) for c in completions[:i]) for i in range(len(completions))])
+    gap = (ratios(model, completions, None) - 1).abs()
+    assert gap[first].max() <= REPLAY_TOLERANCE
+    second = (first + 1)[[len(c.token_ids) > 1 for c in completions]]
+    assert gap[second].min() > REPLAY_TOLERANCE
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+def test_prompt_keys_and_values_are_those_of_no_noise_when_prompts_are_clean(model, tokenizer, monkeypatch, scope):
+    written = []
+
+    def recording_write(cache, layer, k_MKd, v_MKd, place_M):
+        written.append((k_MKd.clone(), v_MKd.clone()))
+        return write(cache, layer, k_MKd, v_MKd, place_M)
+
+    write = KVCache.write
+    monkeypatch.setattr(KVCache, "write", recording_write)
+    layers, found = model.spec.num_layers, []
+    for noise in (make_noise(model, scope, prompt="clean"), None):
+        written.clear()
+        generate(model, tokenizer, noise)
+        found.append(written[: 2 * layers])  # the prefill pass, and the decode step that feeds the last prompt token
+    for (k, v), (clean_k, clean_v) in zip(*found, strict=True):
+        assert torch.equal(k, clean_k) and torch.equal(v, clean_v)
+
+
+@pytest.mark.parametrize(
+    ("scope", "prompt", "shared"),
+    [
+        ("rollout", "noisy", True),
+        ("group", "noisy", True),
+        ("response", "noisy", False),
+        ("token", "noisy", False),
+        ("response", "clean", True),
+        ("token", "clean", True),
+    ],
+)
+def test_a_prompt_is_prefilled_once_where_its_answers_see_the_same_noise_there(model, tokenizer, scope, prompt, shared):
+    _, stats = generate(model, tokenizer, make_noise(model, scope, prompt=prompt), rows=3)
+    once = sum(length - 1 for length in RAGGED)
+    assert stats["prefill_tokens"] == (once if shared else once * GROUP)
+
+
+def test_sequences_of_one_prompt_with_other_prefixes_are_prefilled_each():
+    sequences = [Sequence(index=i, prompt_index=0, prompt_length=5, sample_key=i, prefix_key=i // 2) for i in range(4)]
+    scheduler = Scheduler(sequences, rows=3, prefill_tokens=100)
+    [starts] = scheduler.admit()
+    assert [(len(start.sequences), start.prefill, start.keep) for start in starts] == [
+        (2, True, False),
+        (1, True, True),
+    ]
+    scheduler.release([0])
+    [[last]] = scheduler.admit()
+    assert (last.sequences[0].index, last.prefill, last.keep) == (3, False, False)
+
+
+@pytest.mark.parametrize("scope", ["group", "response"])
+def test_tables_of_running_rows_change_nothing(model, tokenizer, monkeypatch, scope):
+    noise = make_noise(model, scope)
+    with_tables, _ = generate(model, tokenizer, noise, rows=3)
+    monkeypatch.setattr(row_noise, "TABLE_BYTES", 0)
+    without, _ = generate(model, tokenizer, noise, rows=3)
+    assert with_tables == without
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+def test_sigma_zero_is_bit_identical_to_no_noise(model, tokenizer, scope):
+    silent, _ = generate(model, tokenizer, make_noise(model, scope, sigma=0.0))
+    assert silent == generate(model, tokenizer, None)[0]
+
+
+def test_refill_rounds_of_a_rollout_have_noise_of_their_own(model, tokenizer):
+    """The same prompts again in one rollout: later sample keys, the same rollout index, other noise."""
+    for scope in ("group", "response", "token"):
+        noise = make_noise(model, scope)
+        greedy = SamplingSpec(temperature=0.0, max_new_tokens=14)
+        engine = Engine(model, tokenizer)
+        first, _ = engine.generate(make_prompts(RAGGED), greedy, group_size=GROUP, noise=noise)
+        again, _ = engine.generate(
+            make_prompts(RAGGED), greedy, group_size=GROUP, noise=noise, first_sample_key=len(first)
+        )
+        assert [c.behavior_logprobs for c in first] != [c.behavior_logprobs for c in again]
+        if scope == "group":
+            assert {len({c.token_ids for c in first[i : i + GROUP]}) for i in range(0, len(first), GROUP)} == {1}
+        assert (ratios(model, again, noise) - 1).abs().max() <= REPLAY_TOLERANCE
