@@ -92,7 +92,7 @@ def _stored(config: Config, group: GroupShape, itemsize: int) -> int:
     shape = (group.out_features, group.in_features)
     if config.quant.format == "bf16":
         return shape[0] * shape[1] * itemsize
-    return get_format(config.quant.format).nbytes(shape, segments=len(group.parts))
+    return get_format(config.quant.format).nbytes(shape, group.sizes)
 
 
 def _norm_parameters(spec: ModelSpec) -> int:

@@ -20,6 +20,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -99,7 +100,7 @@ class WeightFormat(ABC):
 
     name: str
     block: int
-    """Elements that share a scale."""
+    """Neighboring elements that share a scale; 0 stands for a whole row."""
     methods: tuple[str, ...] = ("rtn",)
     """Ways to choose the scales."""
     per_segment: frozenset[str] = frozenset()
@@ -177,7 +178,7 @@ class WeightFormat(ABC):
 
     def column_block(self, d_in: int) -> int:
         """Columns [k * n, (k + 1) * n) of a matrix with `d_in` inputs have scales of their own, for this n."""
-        return min(self.block, d_in)
+        return self.block if 0 < self.block < d_in else d_in
 
     def join_columns(self, parts: Sequence[BlockScales]) -> BlockScales:
         """Put the scales of neighboring column slices together; all made with the same `shared`, in order.
@@ -206,12 +207,12 @@ class WeightFormat(ABC):
         """
 
     @abstractmethod
-    def nbytes(self, shape: tuple[int, int], segments: int = 1, itemsize: int = 2) -> int:
+    def nbytes(self, shape: tuple[int, int], segments: Sequence[int] | None = None, itemsize: int = 2) -> int:
         """Bytes a weight of `shape` will take, predicted without making a tensor.
 
         Args:
             shape: logical [d_out, d_in].
-            segments: number of fused parts.
+            segments: row counts of fused parts; None is one part.
             itemsize: bytes of one element of the compute type; only unquantized storage depends on it.
         """
 
@@ -236,17 +237,28 @@ class WeightFormat(ABC):
             segments=tuple(rows for part in parts for rows in part.segments),
         )
 
+    def rows(self, packed: PackedWeight, start: int, stop: int) -> PackedWeight:
+        """Output rows [start, stop) of a packed weight, as views."""
+        first, last, counts = segment_range(packed.segments, start, stop)
+        tensors = {
+            key: tensor[first:last] if key in self.per_segment else tensor[start:stop]
+            for key, tensor in packed.tensors.items()
+        }
+        return replace(packed, shape=(stop - start, packed.shape[1]), tensors=tensors, segments=counts)
+
     def split(self, packed: PackedWeight) -> tuple[PackedWeight, ...]:
         """The inverse of `join`: one packed weight a segment, as views."""
-        parts, start = [], 0
-        for index, rows in enumerate(packed.segments):
-            tensors = {
-                key: tensor[index : index + 1] if key in self.per_segment else tensor[start : start + rows]
-                for key, tensor in packed.tensors.items()
-            }
-            parts.append(replace(packed, shape=(rows, packed.shape[1]), tensors=tensors, segments=(rows,)))
-            start += rows
-        return tuple(parts)
+        stops = list(accumulate(packed.segments))
+        return tuple(self.rows(packed, stop - rows, stop) for rows, stop in zip(packed.segments, stops, strict=True))
+
+
+def segment_range(segments: Sequence[int], start: int, stop: int) -> tuple[int, int, tuple[int, ...]]:
+    """(first segment, one past the last, their row counts) of the part of `segments` that rows [start, stop) cover."""
+    stops = list(accumulate(segments))
+    covered = [min(stop, end) - max(start, end - rows) for rows, end in zip(segments, stops, strict=True)]
+    used = [index for index, count in enumerate(covered) if count > 0]
+    assert used and start >= 0 and stop <= stops[-1], (segments, start, stop)
+    return used[0], used[-1] + 1, tuple(covered[index] for index in used)
 
 
 def check_weight(weight: Tensor, segments: Sequence[int] | None, name: str) -> tuple[int, ...]:

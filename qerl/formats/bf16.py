@@ -63,6 +63,6 @@ class Bf16Format(WeightFormat):
     def factored(self, packed: PackedWeight, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
         return packed.tensors["weight"].to(dtype), None
 
-    def nbytes(self, shape: tuple[int, int], segments: int = 1, itemsize: int = 2) -> int:
+    def nbytes(self, shape: tuple[int, int], segments: Sequence[int] | None = None, itemsize: int = 2) -> int:
         del segments  # no scales
         return shape[0] * shape[1] * itemsize

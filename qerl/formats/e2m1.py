@@ -28,6 +28,15 @@ def _byte_values(device: torch.device) -> Tensor:
     return torch.stack((values[byte & 15], values[byte >> 4]), dim=1).to(device)
 
 
+@cache
+def _codes_of_halves(device: torch.device) -> Tensor:
+    """uint8 [13]: the code of each magnitude at its number of halves."""
+    codes = torch.zeros(int(2 * LARGEST) + 1, dtype=torch.uint8)
+    for code, magnitude in enumerate(MAGNITUDES):
+        codes[int(2 * magnitude)] = code
+    return codes.to(device)
+
+
 def nearest_value(x: Tensor) -> Tensor:
     """The E2M1 value nearest to each element, ties to the even code, magnitudes above 6 saturated; float32, sign kept.
 
@@ -50,11 +59,9 @@ def encode(x: Tensor, negative: Tensor) -> Tensor:
     Returns:
         uint8 codes 0..15, same shape.
     """
-    magnitude = nearest_value(x).abs_()
-    codes = negative.to(torch.uint8) << 3
-    for value in MAGNITUDES[1:]:
-        codes += magnitude >= value
-    return codes
+    halves = nearest_value(x).abs_().mul_(2).to(torch.int32)
+    codes = _codes_of_halves(x.device).index_select(0, halves.view(-1)).view(x.shape)
+    return codes | (negative.to(torch.uint8) << 3)
 
 
 def pack(codes: Tensor) -> Tensor:

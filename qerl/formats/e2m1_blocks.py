@@ -161,11 +161,11 @@ class E2m1Format(WeightFormat):
         values_OB = self.scale_values(packed.tensors["block_scales"])
         return self._expand(packed, values_OB, dtype), self.row_divisor(packed)
 
-    def nbytes(self, shape: tuple[int, int], segments: int = 1, itemsize: int = 2) -> int:
+    def nbytes(self, shape: tuple[int, int], segments: Sequence[int] | None = None, itemsize: int = 2) -> int:
         del itemsize  # storage does not depend on the compute type
         stored = self.stored_shapes(*shape)
         (d_out, half), (_, blocks) = stored["packed"], stored["block_scales"]
-        return d_out * (half + blocks) + 4 * segments * len(self.per_segment)
+        return d_out * (half + blocks) + 4 * len(self.per_segment) * len(segments or (d_out,))
 
     def stored_shapes(self, d_out: int, d_in: int) -> dict[str, tuple[int, ...]]:
         """Shapes of the stored tensors of one projection."""

@@ -8,13 +8,21 @@ from torch import Tensor
 from qerl.errors import FormatError, nearest
 from qerl.formats.base import PackedWeight, WeightFormat
 from qerl.formats.bf16 import Bf16Format
+from qerl.formats.fp8 import Fp8Format
 from qerl.formats.mxfp4 import Mxfp4Format
+from qerl.formats.nf4 import Nf4Format
 from qerl.formats.nvfp4 import Nvfp4Format
 
 _FORMATS: dict[str, WeightFormat] = {
-    Bf16Format.name: Bf16Format(),
-    Nvfp4Format.name: Nvfp4Format(),
-    Mxfp4Format.name: Mxfp4Format(),
+    fmt.name: fmt
+    for fmt in (
+        Bf16Format(),
+        Nvfp4Format(),
+        Mxfp4Format(),
+        Nf4Format(),
+        Nf4Format(double_quant=True),
+        Fp8Format(),
+    )
 }
 
 FORMAT_NAMES = tuple(_FORMATS)

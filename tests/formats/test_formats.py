@@ -43,7 +43,7 @@ def test_nvfp4_error_is_at_most_half_a_step_of_the_block(d_out, d_in, exponent, 
 @pytest.mark.parametrize("shape", [(1, 1), (4, 16), (6, 50), (8, 128)])
 def test_predicted_bytes_are_the_stored_bytes(name, shape):
     packed = get_format(name).quantize(random(*shape).bfloat16(), segments=(1,) * shape[0])
-    assert packed.nbytes() == get_format(name).nbytes(shape, segments=shape[0])
+    assert packed.nbytes() == get_format(name).nbytes(shape, segments=(1,) * shape[0])
 
 
 def test_unquantized_bytes_follow_the_item_size():

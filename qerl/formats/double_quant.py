@@ -1,0 +1,82 @@
+"""Scales that are quantized themselves: the second quantization of QLoRA.
+
+    absmax = MAP[absmax_codes] * absmax_scales + absmax_offset
+
+for the scales of one projection, N of them, in groups of 256:
+
+    absmax_codes   uint8    [N]
+    absmax_scales  float32  [ceil(N / 256)]   largest |absmax - offset| of a group
+    absmax_offset  float32  [1]               mean absmax of the projection
+
+MAP is the "dynamic" map of 256 values: in each decade [10^(i-7), 10^(i-6)], i = 0..6, the middles of 2^i equal intervals; their
+negatives; 0 and 1. Equal to the byte to bitsandbytes' CPU build, which looks codes up in a table: x = (absmax - offset) / scale
+is taken to the nearest of 65,536 evenly spaced numbers in [-1, 1], and the value of MAP nearest to that one is chosen; a group of
+equal scales has codes 0. Where the mean of its scales overflows ours does not.
+
+Source: QLoRA (arXiv 2305.14314), section 3; the map: Dettmers, 8-Bit Approximations (arXiv 1511.04561).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+
+import torch
+from torch import Tensor
+
+GROUP = 256
+_TABLE_STEP = 65535 / 2
+
+
+@cache
+def _map(device: torch.device) -> Tensor:
+    """The 256 values in order, float32."""
+    values = [torch.tensor([0.0, 1.0])]
+    for i in range(7):
+        edges = torch.linspace(0.1, 1, 2**i + 1, dtype=torch.float32)
+        middles = (edges[:-1] + edges[1:]) / 2.0
+        scaled = 10.0 ** (i - 6) * middles
+        values += [scaled, -scaled]
+    return torch.cat(values).sort().values.to(device)
+
+
+def quantize(absmax: Tensor, counts: Sequence[int]) -> dict[str, Tensor]:
+    """The three stored tensors, projections of `counts` scales one after the other."""
+    parts = [_quantize(part) for part in absmax.split(list(counts))]
+    names = ("absmax_codes", "absmax_scales", "absmax_offset")
+    return {key: torch.cat(column) for key, column in zip(names, zip(*parts, strict=True), strict=True)}
+
+
+def _quantize(absmax_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    offset = absmax_N.mean()
+    offset = torch.where(torch.isfinite(offset), offset, absmax_N.double().mean().float())
+    count = absmax_N.numel()
+    groups = torch.nn.functional.pad(absmax_N - offset, (0, -count % GROUP)).view(-1, GROUP)
+    largest = groups.abs().amax(1)
+    x = (groups * (1 / largest)[:, None]).clamp_(-1, 1)
+    x = ((x + 1) * _TABLE_STEP + 0.5).floor() / _TABLE_STEP - 1
+    values = _map(absmax_N.device)
+    right = torch.searchsorted(values, x).clamp_(max=values.numel() - 1)
+    left = (right - 1).clamp_(min=0)
+    codes = torch.where(values[right] - x < x - values[left], right, left).to(torch.uint8)
+    codes.masked_fill_((largest == 0)[:, None], 0)
+    return codes.view(-1)[:count], largest, offset.reshape(1)
+
+
+def dequantize(tensors: Mapping[str, Tensor], counts: Sequence[int]) -> Tensor:
+    """float32 scales of all projections, one after the other."""
+    codes, scales = tensors["absmax_codes"], tensors["absmax_scales"]
+    values = _map(codes.device).index_select(0, codes.int())
+    groups = [-(-count // GROUP) for count in counts]
+    parts = [
+        part * scale.repeat_interleave(GROUP)[: part.numel()] + offset
+        for part, scale, offset in zip(
+            values.split(list(counts)), scales.split(groups), tensors["absmax_offset"], strict=True
+        )
+    ]
+    return torch.cat(parts)
+
+
+def nbytes(count: int) -> int:
+    """Bytes that `count` scales of a projection take."""
+    return count + 4 * -(-count // GROUP) + 4
