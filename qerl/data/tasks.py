@@ -195,8 +195,8 @@ def _read_hub(name: str, split: str) -> list[dict[str, Any]]:
         raise DataError(
             f"hub data set {name!r} (split {split}) cannot be read",
             got=f"{type(error).__name__}: {reason}",
-            remedy="Check the name, the split (NAME:SPLIT) and the config (owner/name/config), and the connection; "
-            "a file or a folder under $QERL_DATA needs none",
+            remedy=f"{local.remedy}; for a hub data set check the name, the split (NAME:SPLIT), the config (owner/name/config) and "
+            "the connection",
         ) from error
     return [Row(record, f"{name}:{split}:{number}") for number, record in enumerate(loaded, start=1)]
 

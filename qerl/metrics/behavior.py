@@ -23,12 +23,13 @@ RUN_FACTS_KEY = b"qerl.run"
 MAP_COLUMNS = ("kernels", "parts")
 
 
-def behavior_rows(rollout: Rollout, groups: Sequence[Group]) -> list[dict[str, Any]]:
+def behavior_rows(rollout: Rollout, groups: Sequence[Group], in_batch: Sequence[bool]) -> list[dict[str, Any]]:
     """The rows of one rollout, in the order of its completions.
 
     Args:
         rollout: the answers, the sampler and the policy they came from.
         groups: the same answers with their scores, prompt-major.
+        in_batch: by group, whether it was trained on (dynamic sampling leaves some out).
 
     Returns:
         One dict a sample, with the columns of ``behavior_schema``.
@@ -36,11 +37,16 @@ def behavior_rows(rollout: Rollout, groups: Sequence[Group]) -> list[dict[str, A
     scores = [score for group in groups for score in group.scores]
     assert len(scores) == len(rollout.completions), "one score a completion"
     shared = _rollout_columns(rollout)
-    pairs = zip(rollout.completions, scores, strict=True)
+    kept = [flag for flag, group in zip(in_batch, groups, strict=True) for _ in group.scores]
     noise = rollout.policy.noise
     return [
-        {**_sample_columns(completion, score), **shared, "noise": _noise_column(noise, completion.sample_key)}
-        for completion, score in pairs
+        {
+            **_sample_columns(completion, score),
+            "in_batch": flag,
+            **shared,
+            "noise": _noise_column(noise, completion.sample_key),
+        }
+        for completion, score, flag in zip(rollout.completions, scores, kept, strict=True)
     ]
 
 
@@ -125,6 +131,7 @@ def behavior_schema() -> pa.Schema:
             ("question", text),
             ("answer", text),
             ("text", text),
+            ("in_batch", pa.bool_()),
             ("rollout", pa.int64()),
             ("group_size", pa.int32()),
             ("policy_version", pa.int64()),

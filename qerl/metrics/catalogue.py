@@ -65,6 +65,22 @@ _GROUPS = section(
     ),
 )
 
+_DYNAMIC = section(
+    "Dynamic sampling",
+    (
+        "sampling/refill_rounds",
+        "rounds",
+        "Rounds of sampling beyond the first; present, as the other rows here, with `objective.dynamic_sampling`.",
+    ),
+    ("sampling/groups_kept", "groups", "Informative groups that were trained on."),
+    (
+        "sampling/groups_dropped",
+        "groups",
+        "Other groups of the step. They count in the reward, group, outcome and answer metrics, and not in the loss.",
+    ),
+    ("sampling/tokens_wasted", "tokens", "Answer tokens of the groups that were dropped."),
+)
+
 _COMPLETIONS = section(
     "Answers",
     ("completions/mean_length", "tokens", "Mean answer length."),
@@ -114,6 +130,14 @@ _LEARNING = section(
     ("ratio/mean", "1", "Mean of that ratio; exactly 1 for one update a step with `objective.denominator=recomputed`."),
     ("ratio/max", "1", "Largest such ratio."),
     ("updates", "updates", "Optimizer updates made in this step."),
+    (
+        "on_policy",
+        "1",
+        (
+            "1 when adapter version, norms, base weights, noise key, sampler transform, kernels and cache state of the policy that "
+            "sampled and of the one trained are the same in every update of the step, else 0. A ratio of 1 does not say so."
+        ),
+    ),
     (
         "skipped_updates",
         "updates",
@@ -238,6 +262,7 @@ METRICS: tuple[Metric, ...] = (
     *_PROGRESS,
     *_REWARD,
     *_GROUPS,
+    *_DYNAMIC,
     *_COMPLETIONS,
     *_LEARNING,
     *_MISMATCH,

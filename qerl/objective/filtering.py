@@ -1,7 +1,7 @@
 """What kind of signal each group carries.
 
 Kinds go by accuracy (the outcome), never by shaped reward: a length penalty alone would otherwise turn a group of equal
-answers into one with differences. Dynamic sampling, when it is built, keeps the ``MIXED`` groups of this module.
+answers into one with differences. Dynamic sampling (``train.collect``) keeps the informative groups of this module.
 """
 
 from __future__ import annotations
@@ -39,6 +39,19 @@ def group_kind(group: Group) -> GroupKind:
     if all(outcome is Outcome.TRUNCATED for outcome in outcomes):
         return GroupKind.ALL_TRUNCATED
     return GroupKind.ALL_WRONG
+
+
+def is_informative(group: Group, *, mask_truncated: bool) -> bool:
+    """Whether a group teaches: both correct and incorrect answers, and one of them in the loss.
+
+    With ``mask_truncated`` a mixed group all of whose scored answers were cut off has nothing in the loss.
+    """
+    scored = [
+        completion.stop_reason
+        for completion, score in zip(group.completions, group.scores, strict=True)
+        if score.outcome is not Outcome.UNSCORABLE
+    ]
+    return group_kind(group) is GroupKind.MIXED and not (mask_truncated and set(scored) == {"length"})
 
 
 def kind_fractions(groups: Sequence[Group]) -> dict[GroupKind, float]:

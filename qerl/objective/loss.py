@@ -194,10 +194,13 @@ def surrogate(
     if reference_N is not None:
         kl_N = kl_estimate(logprobs_N, reference_N, settings.kl_estimator)
         loss_N = policy_N + settings.kl_coef * kl_N
+    low_N, high_N, dual_N = _clip_flags(ratio_N.detach(), advantages_N, settings)
     return Surrogate(
         loss=(loss_N * weights_N).sum(),
         ratio_N=ratio_N.detach(),
-        **_clip_flags(ratio_N.detach(), advantages_N, settings),
+        low_clipped_N=low_N,
+        high_clipped_N=high_N,
+        dual_clipped_N=dual_N,
         kl_N=None if kl_N is None else kl_N.detach(),
     )
 
@@ -212,18 +215,19 @@ def _clipped_gain(ratio_N: Tensor, advantages_N: Tensor, settings: SurrogateSett
     return torch.where(advantages_N < 0, torch.maximum(gain_N, settings.dual_clip * advantages_N), gain_N)
 
 
-def _clip_flags(ratio_N: Tensor, advantages_N: Tensor, settings: SurrogateSettings) -> dict[str, Tensor | None]:
+def _clip_flags(
+    ratio_N: Tensor, advantages_N: Tensor, settings: SurrogateSettings
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Where the lower, the upper and the dual clip act."""
     low, dual = settings.clip_low, settings.dual_clip
-    none_N = torch.zeros_like(ratio_N, dtype=torch.bool)
+    low_N, falls_N = torch.zeros_like(ratio_N, dtype=torch.bool), advantages_N < 0
+    if low is not None:
+        low_N = (ratio_N < 1.0 - low) & falls_N
     if settings.form.term == "log_prob":
         high_N = (ratio_N > settings.clip_high) & (advantages_N != 0)
     else:
         high_N = (ratio_N > 1.0 + settings.clip_high) & (advantages_N > 0)
-    return {
-        "low_clipped_N": none_N if low is None else (ratio_N < 1.0 - low) & (advantages_N < 0),
-        "high_clipped_N": high_N,
-        "dual_clipped_N": None if dual is None else (ratio_N > dual) & (advantages_N < 0),
-    }
+    return low_N, high_N, None if dual is None else (ratio_N > dual) & falls_N
 
 
 def kl_estimate(logprobs_N: Tensor, reference_N: Tensor, estimator: KlEstimator) -> Tensor:

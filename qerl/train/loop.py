@@ -21,12 +21,13 @@ from qerl.metrics.console import Progress
 from qerl.metrics.files import whole_folder
 from qerl.metrics.run_dir import RunDir
 from qerl.metrics.writer import MetricsWriter
-from qerl.model.checkpoint import save_adapter
+from qerl.model.checkpoint import norm_hash, save_adapter
 from qerl.objective.advantage import advantages
 from qerl.objective.batch import make_samples
 from qerl.records import Group, Prompt, Rollout, SamplingSpec
 from qerl.reward.compose import Rewarder
-from qerl.train import step_metrics
+from qerl.train import on_policy, step_metrics
+from qerl.train.collect import Collected, collect, shortage
 from qerl.train.completions_text import completions_text
 from qerl.train.diagnostics.observer import Diagnostics
 from qerl.train.learn import learn
@@ -86,23 +87,21 @@ class Trainer:
         """One rollout step: prompts -> answers -> rewards -> advantages -> updates. Returns its metrics."""
         config, state, timer = self.config, self.state, self.timer
         started = time.perf_counter()
-        prompts = self.sampler.next(config.rollout.prompts_per_step)
         with timer.stage("noise"):
             policy = activate_policy(
                 config, self.session.model, base_hash=state.base_hash, rollout=state.step, completed=state.updates
             )
         with timer.stage("save"):
             self.keep_adapter()
-        with timer.stage("rollout"):
-            rollout = self.sample(prompts, policy)
+        collected = collect(config, lambda count, first_key: self.draw(count, first_key, policy))
+        rollout, groups, batch = collected.rollout, collected.groups, collected.batch
         with timer.stage("noise"):
             assert_clean_scales(self.session.model, policy)
-        with timer.stage("reward"):
-            groups = self.score(rollout)
         with timer.stage("diagnostics"):
             measured = self.diagnostics.before_updates(rollout, groups, policy)
-        values = advantages([[s.reward for s in group.scores] for group in groups], config.objective.advantage)
-        samples = make_samples(groups, values, mask_truncated=config.objective.mask_truncated)
+        values = advantages([[s.reward for s in group.scores] for group in batch], config.objective.advantage)
+        samples = make_samples(batch, values, mask_truncated=config.objective.mask_truncated)
+        measured |= self.check_on_policy(rollout)
         stats = learn(
             config,
             self.session.model,
@@ -116,17 +115,21 @@ class Trainer:
             **step_metrics.group_metrics(groups),
             **step_metrics.rollout_metrics(rollout),
             **step_metrics.sample_metrics(samples),
+            **collected.metrics(config),
             **step_metrics.noise_metrics(policy.state, policy.noise, self.session.model),
             **stats.metrics(),
         }
         with timer.stage("diagnostics"):
             measured |= self.diagnostics.after_updates(state.step + 1)
         with timer.stage("save"):
-            self.keep_records(rollout, groups)
+            self.keep_records(collected)
         state.step += 1
         state.updates += config.optim.updates_per_rollout
         state.tokens += int(metrics["tokens/prompt"] + metrics["tokens/completion"])
         state.completion_tokens += int(metrics["tokens/completion"])
+        text = shortage(config, collected)
+        if text is not None:
+            self.warn(text, key="dynamic_sampling")
         seconds = time.perf_counter() - started
         return (
             metrics
@@ -142,8 +145,16 @@ class Trainer:
             }
         )
 
-    def sample(self, prompts: Sequence[Prompt], policy: ActivePolicy) -> Rollout:
-        """Answers of the active policy."""
+    def draw(self, count: int, first_key: int, policy: ActivePolicy) -> tuple[Rollout, list[Group]]:
+        """Answers to the next ``count`` prompts, and the same by group with scores."""
+        prompts = self.sampler.next(count)
+        with self.timer.stage("rollout"):
+            rollout = self.sample(prompts, policy, first_key)
+        with self.timer.stage("reward"):
+            return rollout, self.score(rollout)
+
+    def sample(self, prompts: Sequence[Prompt], policy: ActivePolicy, first_key: int) -> Rollout:
+        """Answers of the active policy; the first has sample key ``first_key``."""
         config, engine = self.config, self.session.engine
         rollout = config.rollout
         sampling = SamplingSpec(
@@ -155,7 +166,9 @@ class Trainer:
             seed=config.train.seed,
             rollout=self.state.step,
         )
-        completions, stats = engine.generate(prompts, sampling, group_size=rollout.group_size, noise=policy.noise)
+        completions, stats = engine.generate(
+            prompts, sampling, group_size=rollout.group_size, noise=policy.noise, first_sample_key=first_key
+        )
         self.peak_kv_bytes = max(self.peak_kv_bytes, int(stats["kv_bytes"]))
         return Rollout(
             index=self.state.step,
@@ -184,6 +197,17 @@ class Trainer:
             for i in range(0, len(scores), size)
         ]
 
+    def check_on_policy(self, rollout: Rollout) -> dict[str, float]:
+        """Whether this step's updates are on-policy, by identity; counted for the summary."""
+        config, session, state = self.config, self.session, self.state
+        trained = on_policy.training_facts(config, rollout, norm_hash=norm_hash(session.model), kernels=session.kernels)
+        found = on_policy.differences(
+            on_policy.sampling_facts(rollout), trained, updates=config.optim.updates_per_rollout
+        )
+        on_policy.count_step(state.off_policy, found, state.step + 1)
+        state.on_policy_steps += not found
+        return {"on_policy": float(not found)}
+
     def evaluate(self, moment: str) -> dict[str, float]:
         """Evaluate under the declared policy; ``moment`` is ``before``, ``after`` or ``step N``."""
         config, state = self.config, self.state
@@ -210,9 +234,11 @@ class Trainer:
             with whole_folder(self.run.adapter_path(self.state.step)) as folder:
                 save_adapter(self.session.model, folder, base_path=str(self.session.model_path), lora=self.config.lora)
 
-    def keep_records(self, rollout: Rollout, groups: Sequence[Group]) -> None:
+    def keep_records(self, collected: Collected) -> None:
         """Behavior records for machines, some answers as text for people."""
-        self.run.write_rollout_parquet(rollout.index, behavior_rows(rollout, groups), run_facts=self.run_facts)
+        rollout, groups = collected.rollout, collected.groups
+        rows = behavior_rows(rollout, groups, collected.in_batch)
+        self.run.write_rollout_parquet(rollout.index, rows, run_facts=self.run_facts)
         if self.config.log.completions:
             text = completions_text(rollout, groups, self.config.log.completions)
             self.run.write_completions_text(rollout.index + 1, text)

@@ -47,6 +47,10 @@ class TrainState:
     warnings: list[str] = field(default_factory=list)
     warned: list[str] = field(default_factory=list)
     """Keys of those warnings."""
+    on_policy_steps: int = 0
+    """Steps whose updates were all on-policy by identity (``train.on_policy``)."""
+    off_policy: dict[str, Any] = field(default_factory=dict)
+    """Why others were not: reason -> steps, first step, detail."""
     base_hash: str = ""
 
 

@@ -23,6 +23,7 @@ from qerl.metrics.writer import MetricsWriter
 from qerl.model.checkpoint import base_hash
 from qerl.report.html import write_report
 from qerl.reward.compose import Rewarder
+from qerl.train import on_policy
 from qerl.train.diagnostics.observer import Diagnostics
 from qerl.train.loop import Trainer
 from qerl.train.optimizer import make_optimizer
@@ -255,10 +256,12 @@ def closing_lines(summary: dict[str, Any], folder: Path, report: Path) -> dict[s
 
 def paired_difference(trainer: Trainer) -> dict[str, Any] | None:
     """The evaluation after against the one before on the same questions; None unless both were made."""
-    moments = [trainer.state.evaluations.get(moment) for moment in ("before", "after")]
-    if None in moments:
+    results = [
+        result for moment in ("before", "after") if (result := trainer.state.evaluations.get(moment)) is not None
+    ]
+    if len(results) < 2:
         return None
-    before, after = (trainer.run.read_evaluation(result["step"]) for result in moments)
+    before, after = (trainer.run.read_evaluation(result["step"]) for result in results)
     return dict(compare(before, after, confidence=trainer.config.eval.confidence, seed=trainer.config.train.seed))
 
 
@@ -291,6 +294,7 @@ def write_summary(trainer: Trainer, *, finished: bool) -> dict[str, Any]:
         "paired": paired_difference(trainer),
         "wall_seconds": state.wall_seconds,
         "stage_seconds": dict(trainer.timer.total),
+        "on_policy": on_policy.verdict(state.off_policy, state.on_policy_steps, state.step),
         "tokens": {
             "total": state.tokens,
             "completion": state.completion_tokens,

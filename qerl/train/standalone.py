@@ -214,7 +214,9 @@ def sample_target(
         for i, prompt in zip(range(0, len(completions), samples), prompts, strict=True)
     ]
     run = RunDir.create(out)
-    path = run.write_rollout_parquet(0, behavior_rows(rollout, groups), run_facts=run_facts(session, weights_hash))
+    path = run.write_rollout_parquet(
+        0, behavior_rows(rollout, groups, [False] * len(groups)), run_facts=run_facts(session, weights_hash)
+    )
     run.write_json(run.env_path, collect_env())
     run.write_text(run.config_path, dump_config(config))
     scorable = [score.outcome.value for score in scores if score.reward is not None]

@@ -160,3 +160,13 @@ def test_a_hub_failure_is_a_data_error(monkeypatch, error):
     with pytest.raises(DataError, match=str(error)) as caught:
         load_rows("owner/sums", default_split="train")
     assert "QERL_DATA" in caught.value.remedy
+
+
+def test_a_hub_failure_still_names_the_nearest_local_data_set(monkeypatch):
+    def load(*_, **__):
+        raise ConnectionError("offline")
+
+    fake_hub(monkeypatch, load)
+    with pytest.raises(DataError, match="offline") as caught:
+        load_rows("arithmetik", default_split="train")
+    assert "Did you mean 'arithmetic'?" in caught.value.remedy

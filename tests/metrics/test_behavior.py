@@ -68,6 +68,9 @@ def rollout(noise: NoiseState | None) -> tuple[Rollout, list[Group]]:
     return made, groups
 
 
+KEPT = (True, False)
+"""Of the two groups, the first was trained on."""
+
 NOISE = NoiseState(seed=2**64 - 1, rollout=11, stage=3, sigma=0.0123456789, sites=("attn_norm", "mlp_norm"))
 
 
@@ -99,7 +102,7 @@ WALK = NoiseState(
 
 @pytest.mark.parametrize("noise", [NOISE, FULL_NOISE, WALK])
 def test_the_noise_state_comes_back_from_any_row(tmp_path, noise):
-    path = RunDir.create(tmp_path).write_rollout_parquet(11, behavior_rows(*rollout(noise)))
+    path = RunDir.create(tmp_path).write_rollout_parquet(11, behavior_rows(*rollout(noise), KEPT))
     rows = read_behavior(path)
     assert [NoiseState.from_dict(row["noise"]) for row in rows] == [noise] * 4
     keys = {"rollout": [0, 0, 0, 0], "group": [0, 0, 1, 1]}[noise.scope]
@@ -109,7 +112,7 @@ def test_the_noise_state_comes_back_from_any_row(tmp_path, noise):
 @pytest.mark.parametrize("noise", [None, NOISE, FULL_NOISE, WALK])
 def test_rows_come_back_from_the_file_exactly_as_they_went_in(tmp_path, noise):
     run = RunDir.create(tmp_path)
-    rows = behavior_rows(*rollout(noise))
+    rows = behavior_rows(*rollout(noise), KEPT)
     facts = {"checkpoint": "/models/demo", "tokenizer_hash": "dd"}
     path = run.write_rollout_parquet(11, rows, run_facts=facts)
     assert path == tmp_path / "rollouts" / "rollout-000011.parquet"
@@ -119,8 +122,9 @@ def test_rows_come_back_from_the_file_exactly_as_they_went_in(tmp_path, noise):
 
 def test_a_row_says_what_the_sample_was_drawn_from():
     made, groups = rollout(NOISE)
-    rows = behavior_rows(made, groups)
+    rows = behavior_rows(made, groups, KEPT)
     assert [row["sample_key"] for row in rows] == [0, 1, 2, 3]
+    assert [row["in_batch"] for row in rows] == [True, True, False, False]
     row = rows[1]
     assert row["prompt_id"] == "one"
     assert row["prompt_token_ids"] == [5, 6, 7]
@@ -156,7 +160,9 @@ def test_a_row_says_what_the_sample_was_drawn_from():
 
 def test_column_types_do_not_depend_on_the_rows(tmp_path):
     run = RunDir.create(tmp_path)
-    paths = [run.write_rollout_parquet(i, behavior_rows(*rollout(noise))) for i, noise in enumerate((None, NOISE))]
+    paths = [
+        run.write_rollout_parquet(i, behavior_rows(*rollout(noise), KEPT)) for i, noise in enumerate((None, NOISE))
+    ]
     paths.append(run.write_rollout_parquet(2, []))
     for path in paths:
         assert pq.read_schema(path).remove_metadata() == behavior_schema()
@@ -166,7 +172,7 @@ def test_column_types_do_not_depend_on_the_rows(tmp_path):
 
 def test_a_missing_column_is_caught_and_leaves_no_file(tmp_path):
     run = RunDir.create(tmp_path)
-    rows = behavior_rows(*rollout(None))
+    rows = behavior_rows(*rollout(None), KEPT)
     del rows[1]["base_hash"]
     with pytest.raises(AssertionError, match="base_hash"):
         run.write_rollout_parquet(0, rows)
@@ -176,7 +182,7 @@ def test_a_missing_column_is_caught_and_leaves_no_file(tmp_path):
 
 def test_chosen_columns_are_read_alone(tmp_path):
     run = RunDir.create(tmp_path)
-    path = run.write_rollout_parquet(0, behavior_rows(*rollout(None)))
+    path = run.write_rollout_parquet(0, behavior_rows(*rollout(None), KEPT))
     assert read_behavior(path, ["prompt_id", "parts"])[0] == {
         "prompt_id": "one",
         "parts": {"accuracy": 1.0, "overlong": -0.25},
