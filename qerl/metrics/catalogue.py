@@ -16,6 +16,7 @@ from functools import cache
 from qerl.errors import nearest
 from qerl.metrics.diagnostics_catalogue import DIAGNOSTICS
 from qerl.metrics.metric import Alarm, Metric, Severity, section
+from qerl.metrics.noise_catalogue import AQN
 
 _PROGRESS = section(
     "Progress",
@@ -189,21 +190,6 @@ _MISMATCH = section(
     ),
 )
 
-_AQN = section(
-    "Adaptive quantization noise",
-    (
-        "aqn/sigma",
-        "1",
-        "Standard deviation of the noise of this rollout (a multiple of |w| if `aqn.magnitude=relative`).",
-    ),
-    ("aqn/stage", "1", "Stage of the noise schedule; stage 0 is noise-free."),
-    (
-        "aqn/z_over_w_above_half",
-        "fraction",
-        "Noisy norm channels with |z| above half of |w|: large means the noise rewrites the layer.",
-    ),
-)
-
 _EVAL = section(
     "Held-out evaluation",
     (
@@ -267,7 +253,7 @@ METRICS: tuple[Metric, ...] = (
     *_LEARNING,
     *_MISMATCH,
     *DIAGNOSTICS,
-    *_AQN,
+    *AQN,
     *_EVAL,
     *_TIME,
     *_THROUGHPUT,

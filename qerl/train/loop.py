@@ -31,7 +31,8 @@ from qerl.train.collect import Collected, collect, shortage
 from qerl.train.completions_text import completions_text
 from qerl.train.diagnostics.observer import Diagnostics
 from qerl.train.learn import learn
-from qerl.train.policy_version import ActivePolicy, activate_policy, assert_clean_scales, evaluation_noise
+from qerl.train.noise.director import NoiseDirector
+from qerl.train.policy_version import ActivePolicy, activate_policy, assert_clean_scales
 from qerl.train.resume import TrainState, prune_checkpoints, save_checkpoint
 from qerl.train.session import Session
 from qerl.train.stop import StopRequest
@@ -54,6 +55,7 @@ class Trainer:
     progress: Progress
     state: TrainState
     timer: StageTimer
+    noise: NoiseDirector
     diagnostics: Diagnostics
     history: list[dict[str, Any]]
     """Metrics of the steps so far, oldest first."""
@@ -89,7 +91,12 @@ class Trainer:
         started = time.perf_counter()
         with timer.stage("noise"):
             policy = activate_policy(
-                config, self.session.model, base_hash=state.base_hash, rollout=state.step, completed=state.updates
+                config,
+                self.session.model,
+                self.noise,
+                base_hash=state.base_hash,
+                rollout=state.step,
+                completed=state.updates,
             )
         with timer.stage("save"):
             self.keep_adapter()
@@ -116,9 +123,13 @@ class Trainer:
             **step_metrics.rollout_metrics(rollout),
             **step_metrics.sample_metrics(samples),
             **collected.metrics(config),
-            **step_metrics.noise_metrics(policy.state, policy.noise, self.session.model),
             **stats.metrics(),
         }
+        with timer.stage("noise"):
+            self.noise.observe(policy.state.noise, metrics)
+            metrics |= self.noise.metrics(policy.state.noise, policy.noise)
+        for warning in self.noise.take_warnings():
+            self.warn(warning)
         with timer.stage("diagnostics"):
             measured |= self.diagnostics.after_updates(state.step + 1)
         with timer.stage("save"):
@@ -212,7 +223,7 @@ class Trainer:
         """Evaluate under the declared policy; ``moment`` is ``before``, ``after`` or ``step N``."""
         config, state = self.config, self.state
         with self.timer.stage("evaluate"):
-            noise = evaluation_noise(config, self.session.model, step=state.step, completed=state.updates)
+            noise = self.noise.evaluation(step=state.step, completed=state.updates)
             result: EvalResult = evaluate(
                 self.session.engine,
                 self.eval_prompts,
@@ -263,12 +274,16 @@ class Trainer:
         """Write a checkpoint of everything the next step depends on; drop the oldest beyond ``keep_checkpoints``."""
         state = self.state
         state.sampler = self.sampler.state_dict()
+        state.noise = self.noise.state_dict()
         now = time.perf_counter()
         state.wall_seconds += now - self.began
         self.began = now
         state.stage_seconds = dict(self.timer.total)
         folder = self.run.checkpoint(state.step)
-        save_checkpoint(folder, self.session.model, self.optimizer, state, self.config, str(self.session.model_path))
+        base_path = str(self.session.model_path)
+        save_checkpoint(
+            folder, self.session.model, self.optimizer, state, self.config, base_path, noise_sum=self.noise.total
+        )
         prune_checkpoints(self.run, self.config.train.keep_checkpoints)
 
     def warn(self, text: str, *, key: str | None = None) -> None:

@@ -7,13 +7,14 @@ an argument of the forward pass and never touches them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from qerl.config.schema import Config
-from qerl.model.aqn import Noise, NoiseState, noise_state
+from qerl.model.aqn import Noise
 from qerl.model.checkpoint import adapter_hash, norm_hash
 from qerl.model.decoder import Decoder
 from qerl.records import PolicyState
+from qerl.train.noise.director import NoiseDirector
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,19 +25,20 @@ class ActivePolicy:
     noise: Noise | None
 
 
-def activate_policy(config: Config, model: Decoder, *, base_hash: str, rollout: int, completed: int) -> ActivePolicy:
+def activate_policy(
+    config: Config, model: Decoder, noise: NoiseDirector, *, base_hash: str, rollout: int, completed: int
+) -> ActivePolicy:
     """Identity and noise of the next rollout.
 
     Args:
-        config: ``aqn`` and ``train.seed`` decide the noise.
+        config: names the base format.
         model: the shared decoder.
+        noise: decides the rollout's noise.
         base_hash: hash of the stored base weights, computed once a run.
         rollout: rollout index, part of every noise key.
         completed: optimizer updates made so far; decides the stage.
     """
-    state = noise_state(
-        config.aqn, seed=config.train.seed, rollout=rollout, completed=completed, planned=config.planned_updates
-    )
+    state, drawn = noise.begin(rollout=rollout, completed=completed)
     return ActivePolicy(
         state=PolicyState(
             policy_version=completed,
@@ -46,26 +48,8 @@ def activate_policy(config: Config, model: Decoder, *, base_hash: str, rollout: 
             base_hash=base_hash,
             noise=state,
         ),
-        noise=materialize(state, model),
+        noise=drawn,
     )
-
-
-def evaluation_noise(config: Config, model: Decoder, *, step: int, completed: int) -> Noise | None:
-    """Noise of an evaluation after ``step``: the current stage's sigma under a stream of its own; None unless
-    ``eval.noise`` is set."""
-    if not config.eval.noise:
-        return None
-    state = noise_state(
-        config.aqn, seed=config.train.seed, rollout=step, completed=completed, planned=config.planned_updates
-    )
-    return None if state is None else materialize(replace(state, stream="eval_noise"), model)
-
-
-def materialize(state: NoiseState | None, model: Decoder) -> Noise | None:
-    """The draws of a noise state; None when there is nothing to add, so that sigma 0 runs the noise-free code."""
-    if state is None or state.sigma == 0.0:
-        return None
-    return state.materialize(model)
 
 
 def assert_clean_scales(model: Decoder, policy: ActivePolicy) -> None:

@@ -1,7 +1,7 @@
 """Checkpoints: everything that the next step depends on, saved and restored as one.
 
 ``checkpoint-N/`` holds the adapter in PEFT's layout (float32 masters), ``optimizer.pt``, and ``trainer_state.json``
-with the counters. All randomness is keyed by (seed, counters), so the counters are the random state. The folder is
+with the counters; accumulated noise has its sum beside them. All randomness is keyed by (seed, counters), so the counters are the random state. The folder is
 written under a temporary name and renamed when it is whole.
 """
 
@@ -9,18 +9,22 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from qerl.config.schema import Config
 from qerl.errors import CheckpointError, ConfigError
 from qerl.metrics.files import whole_folder
 from qerl.metrics.run_dir import RunDir
+from qerl.model.aqn import Place
 from qerl.model.checkpoint import load_adapter, save_adapter
 from qerl.model.decoder import Decoder
+from qerl.train.noise.director import save_sum
 
 STATE_VERSION = 1
 MAY_DIFFER = ("log", "run", "model.path", "model.device", "train.save_every", "train.keep_checkpoints")
@@ -40,6 +44,8 @@ class TrainState:
     completion_tokens: int = 0
     sampler: dict[str, Any] = field(default_factory=dict)
     """Cursor of the data order."""
+    noise: dict[str, Any] = field(default_factory=dict)
+    """What the noise of the next rollout depends on (``train.noise.director``)."""
     evaluations: dict[str, Any] = field(default_factory=dict)
     """Step -> evaluation."""
     stage_seconds: dict[str, float] = field(default_factory=dict)
@@ -61,11 +67,14 @@ def save_checkpoint(
     state: TrainState,
     config: Config,
     base_path: str,
+    *,
+    noise_sum: Mapping[Place, Tensor],
 ) -> None:
     """Write ``folder`` whole or not at all."""
     with whole_folder(folder) as temporary:
         save_adapter(model, temporary, base_path=base_path, lora=config.lora)
         torch.save(optimizer.state_dict(), temporary / "optimizer.pt")
+        save_sum(temporary, noise_sum)
         payload = {"version": STATE_VERSION, **asdict(state)}
         (temporary / "trainer_state.json").write_text(json.dumps(payload, indent=1) + "\n")
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from qerl import memory
+from qerl.config.aqn import AqnConfig
 from qerl.config.load import dump_config, load_config
 from qerl.config.schema import Config
 from qerl.data.prompts import PromptSampler, build_prompts
@@ -26,6 +27,7 @@ from qerl.reward.compose import Rewarder
 from qerl.train import on_policy
 from qerl.train.diagnostics.observer import Diagnostics
 from qerl.train.loop import Trainer
+from qerl.train.noise.director import NoiseDirector, load_sum
 from qerl.train.optimizer import make_optimizer
 from qerl.train.resume import TrainState, check_same_config, load_checkpoint
 from qerl.train.session import Session, max_num_seqs, open_session
@@ -109,7 +111,9 @@ def build_trainer(config: Config, run: RunDir, session: Session, *, resume: bool
     state = TrainState(base_hash=weights_hash)
     if resume:
         state = restore(run, session, optimizer, sampler, timer, weights_hash)
-    else:
+    noise_sum = load_sum(run.checkpoint(state.step), config, session) if resume else {}
+    noise = NoiseDirector(config, session, train_prompts, state.noise, noise_sum)
+    if not resume:
         run = RunDir.create(run.path)
         run.write_text(run.config_path, dump_config(config))
         run.write_json(run.env_path, collect_env())
@@ -128,6 +132,7 @@ def build_trainer(config: Config, run: RunDir, session: Session, *, resume: bool
         progress=progress,
         state=state,
         timer=timer,
+        noise=noise,
         diagnostics=Diagnostics(config, run, session, eval_prompts or train_prompts),
         history=[row for row in run.read_metrics() if row["step"] > 0],
         run_facts=run_facts(session, weights_hash),
@@ -223,7 +228,6 @@ def run_facts(session: Session, weights_hash: str) -> dict[str, str]:
 
 def header(config: Config, session: Session, trainer: Trainer) -> dict[str, Any]:
     """What the terminal shows before the first step."""
-    noise = config.aqn
     return {
         "run": str(trainer.run.path),
         "model": f"{config.model.path} ({config.quant.format} base, {config.model.dtype}, {session.device})",
@@ -232,11 +236,26 @@ def header(config: Config, session: Session, trainer: Trainer) -> dict[str, Any]
         "batch": f"{config.rollout.prompts_per_step} prompts x {config.rollout.group_size} answers",
         "objective": f"{config.objective.type}, denominator {config.objective.denominator}, "
         f"noise {config.objective.noise}",
-        "noise": f"AQN {noise.schedule} {noise.sigma_start:g} -> {noise.sigma_end:g}, {noise.num_stages} stages"
-        if noise.enabled
-        else "off",
+        "noise": noise_line(config.aqn),
         "evaluation": f"{len(trainer.eval_prompts)} held-out questions",
     }
+
+
+def noise_line(aqn: AqnConfig) -> str:
+    """The noise in one line; settings that differ from the plain scheme are named."""
+    if not aqn.enabled:
+        return "off"
+    unit = "KL " if aqn.magnitude == "kl" else ""
+    plain = AqnConfig()
+    parts = [
+        f"{name} {getattr(aqn, name)}"
+        for name in ("scope", "mode", "sharing", "magnitude", "prompt")
+        if getattr(aqn, name) != getattr(plain, name)
+    ]
+    if aqn.controller.enabled:
+        parts.append("sigma by the controller")
+    schedule = f"AQN {aqn.schedule} {unit}{aqn.sigma_start:g} -> {aqn.sigma_end:g}, {aqn.num_stages} stages"
+    return ", ".join([schedule, *parts])
 
 
 def closing_lines(summary: dict[str, Any], folder: Path, report: Path) -> dict[str, Any]:

@@ -8,11 +8,9 @@ from collections.abc import Sequence
 import torch
 
 from qerl import memory
-from qerl.model.aqn import Noise, z_over_w
-from qerl.model.decoder import Decoder
 from qerl.objective.batch import Sample
 from qerl.objective.filtering import kind_fractions
-from qerl.records import Group, Outcome, PolicyState, Rollout, Score
+from qerl.records import Group, Outcome, Rollout, Score
 
 GB = 1e9
 
@@ -72,16 +70,6 @@ def sample_metrics(samples: Sequence[Sequence[Sample]]) -> dict[str, float]:
     return {
         "tokens/loss": sum(len(sample.completion.token_ids) for sample in in_loss),
         "tokens/effective": sum(len(s.completion.token_ids) for s in in_loss if s.advantage != 0.0),
-    }
-
-
-def noise_metrics(policy: PolicyState, noise: Noise | None, model: Decoder) -> dict[str, float]:
-    """Sigma, stage, and how far the noise outweighs the scales; sigma 0 when noise is off."""
-    state = policy.noise
-    return {
-        "aqn/sigma": 0.0 if state is None else state.sigma,
-        "aqn/stage": 0 if state is None else state.stage,
-        "aqn/z_over_w_above_half": 0.0 if noise is None else z_over_w(noise, model, 0.5),
     }
 
 

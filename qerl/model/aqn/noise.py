@@ -86,6 +86,14 @@ class Noise:
         )
         return unit_SD * self.spreads[place]
 
+    def only(self, place: Place) -> Noise:
+        """The same noise at one place alone."""
+        alone = Noise(self.state, {}, {})
+        alone.spreads, alone.widths = {place: self.spreads[place]}, {place: self.widths[place]}
+        if place in self.values:
+            alone.values = {place: self.values[place]}
+        return alone
+
     def prefix_key(self, sample_key: int) -> int:
         """Samples of one prompt with the same number see the same noise at its prompt positions: they can share its keys
         and values."""
