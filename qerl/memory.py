@@ -5,7 +5,7 @@ Prediction needs no weights and no device. Owners are disjoint. 1 GB = 1e9 bytes
 ========================  =====================================================================================
 base_weights              decoder linears as stored (packed codes, scales, biases)
 dense_cache               dequantized copies beside them (``quant.dense_cache``)
-embeddings                embedding matrix, and the LM head when it is not tied
+embeddings                embedding matrix, and the LM head when it is not tied, or packed
 norms                     float32 RMSNorm scales, and the reference copy when a KL term needs one
 adapters                  float32 LoRA masters
 gradients                 float32, one per trained parameter
@@ -21,6 +21,7 @@ import resource
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -28,8 +29,11 @@ from torch import Tensor
 from qerl.config.schema import PROJECTIONS, Config
 from qerl.formats import get_format
 from qerl.model.decoder import Decoder
-from qerl.model.spec import GroupShape, ModelSpec
+from qerl.model.spec import ModelSpec
+from qerl.model.storage import group_formats
 
+StoredGroup: TypeAlias = tuple[str, tuple[int, int], tuple[int, ...]]
+"""Format, shape and rows of each part of one packed weight."""
 ITEMSIZE = {"float32": 4, "bfloat16": 2}
 PHASE_OWNERS = {"rollout": ("kv_cache",), "training": ("gradients", "activations")}
 """Owners that exist in one phase only; all others are resident throughout."""
@@ -54,24 +58,24 @@ def predict(config: Config, spec: ModelSpec, *, device_type: str, max_num_seqs: 
     """Bytes by owner.
 
     Args:
-        config: the run's configuration; ``quant.overrides`` are not looked at (the format of most layers decides).
+        config: the run's configuration. A folder that is quantized already is taken to hold every projection packed.
         spec: the model's shapes.
         device_type: ``cpu`` or ``cuda``; decides ``dense_cache: auto``.
         max_num_seqs: KV slots.
     """
     itemsize = ITEMSIZE[config.model.dtype]
     groups = spec.groups()
-    biases = sum(group.out_features for group in groups if group.bias)
+    biases = spec.num_layers * sum(group.out_features for group in groups if group.bias)
+    stored = _stored_groups(config, spec)
     trained = adapter_parameters(spec, config.lora.rank, config.lora.targets) + trained_norm_parameters(spec, config)
     norm_copies = 2 if config.objective.kl_coef > 0 else 1
-    head_copies = 1 if spec.tie_embeddings else 2
+    vocabulary = (spec.vocab_size, spec.hidden_size)
     length = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
     return {
-        "base_weights": spec.num_layers * (sum(_stored(config, g, itemsize) for g in groups) + biases * itemsize),
-        "dense_cache": spec.num_layers * sum(g.out_features * g.in_features for g in groups) * itemsize
-        if uses_dense_cache(config, device_type)
-        else 0,
-        "embeddings": head_copies * spec.vocab_size * spec.hidden_size * itemsize,
+        "base_weights": sum(get_format(name).nbytes(shape, rows, itemsize) for name, shape, rows in stored)
+        + biases * itemsize,
+        "dense_cache": _dense_cache(config, spec, stored, device_type) * itemsize,
+        "embeddings": vocabulary[0] * vocabulary[1] * itemsize + _stored_head(config, spec, itemsize),
         "norms": 4 * norm_copies * _norm_parameters(spec),
         "adapters": 4 * adapter_parameters(spec, config.lora.rank, config.lora.targets),
         "gradients": 4 * trained,
@@ -82,17 +86,43 @@ def predict(config: Config, spec: ModelSpec, *, device_type: str, max_num_seqs: 
 
 
 def uses_dense_cache(config: Config, device_type: str) -> bool:
-    """Whether dequantized copies are kept: never for the bf16 format, by default on the CPU only."""
-    if config.quant.format == "bf16" or config.quant.dense_cache == "off":
+    """Whether dequantized copies of what is packed are kept: by default on the CPU only."""
+    if config.quant.dense_cache == "off":
         return False
     return config.quant.dense_cache == "on" or device_type == "cpu"
 
 
-def _stored(config: Config, group: GroupShape, itemsize: int) -> int:
-    shape = (group.out_features, group.in_features)
-    if config.quant.format == "bf16":
-        return shape[0] * shape[1] * itemsize
-    return get_format(config.quant.format).nbytes(shape, group.sizes)
+def _stored_groups(config: Config, spec: ModelSpec) -> list[StoredGroup]:
+    """Every group of linear layers."""
+    layers = range(spec.num_layers)
+    names = frozenset(name for layer in layers for group in spec.groups() for name in group.part_names(layer))
+    formats = group_formats(spec, config.quant, names)
+    return [
+        (formats[group.group_name(layer)], (group.out_features, group.in_features), group.sizes)
+        for layer in layers
+        for group in spec.groups()
+    ]
+
+
+def _dense_cache(
+    config: Config,
+    spec: ModelSpec,
+    stored: Iterable[StoredGroup],
+    device_type: str,
+) -> int:
+    """Weights of which a dequantized copy is kept."""
+    if not uses_dense_cache(config, device_type):
+        return 0
+    linears = sum(rows * columns for name, (rows, columns), _ in stored if name != "bf16")
+    head = 0 if config.quant.lm_head == "bf16" else spec.vocab_size * spec.hidden_size
+    return linears + head
+
+
+def _stored_head(config: Config, spec: ModelSpec, itemsize: int) -> int:
+    """Bytes of the LM head beside the embedding."""
+    if config.quant.lm_head == "bf16" and spec.tie_embeddings:
+        return 0
+    return get_format(config.quant.lm_head).nbytes((spec.vocab_size, spec.hidden_size), itemsize=itemsize)
 
 
 def _norm_parameters(spec: ModelSpec) -> int:
@@ -125,12 +155,12 @@ def measure_resident(model: Decoder, optimizer: torch.optim.Optimizer | None) ->
     """Bytes of the tensors that exist, under the owners that outlive a phase. Shared storage is counted once."""
     linears = list(model.grouped_linears())
     adapters = [p for linear in linears if linear.lora is not None for p in linear.lora.parameters()]
-    head = [] if model.lm_head is None else [model.lm_head]
+    head = [model.lm_head] if model.packed_head is None else list(model.packed_head.tensors.values())
     norms = [p for name, p in model.named_parameters() if name.endswith("norm")]
     references = [norm for layer in model.layers for norm in layer.reference_norms.values()]
     owners = {
         "base_weights": sum(linear.weight.nbytes() for linear in linears) + _bytes(linear.bias_O for linear in linears),
-        "dense_cache": _bytes(linear.dense_OI for linear in linears if linear.weight.format != "bf16"),
+        "dense_cache": _bytes([model.dense_head, *(x.dense_OI for x in linears if x.weight.format != "bf16")]),
         "embeddings": _bytes([model.embed_tokens, *head]),
         "norms": _bytes([*norms, *references]),
         "adapters": _bytes(adapters),

@@ -31,19 +31,42 @@ class ModelConfig(Section):
     """`auto` (CUDA when there is one), `cpu`, `cuda` or `cuda:N`."""
 
 
+Format = Literal["bf16", "nvfp4", "mxfp4", "nf4"]
+
+
 class QuantConfig(Section):
     """How the frozen base weights are held."""
 
-    format: Literal["bf16", "nvfp4"] = "nvfp4"
+    format: Format = "nvfp4"
     """Storage format of the decoder's linear layers. `bf16` keeps them in `model.dtype`, unquantized."""
-    method: Literal["rtn"] = "rtn"
-    """Quantizer: round to nearest."""
+    method: Literal["rtn", "mse", "four_over_six"] = "rtn"
+    """How weights are quantized at load. `rtn`: round to nearest. `mse`: search each block's scale for the least squared error. `four_over_six` (nvfp4): each block's largest weight becomes 6 or 4, whichever leaves less error. A folder that holds packed weights keeps them."""
     rounding: Literal["ct", "torchao"] = "ct"
-    """Named NVFP4 rounding: byte-equal to compressed-tensors (`ct`) or to torchao (`torchao`)."""
-    overrides: dict[str, Literal["bf16", "nvfp4"]] = {}
+    """Named rounding of nvfp4 and mxfp4: byte-equal to compressed-tensors (`ct`) or to torchao (`torchao`)."""
+    double_quant: bool = False
+    """nf4: store block scales in 8 bits too (4.13 bits a weight instead of 4.5)."""
+    lm_head: Literal["bf16", "fp8", "nvfp4"] = "bf16"
+    """Format of the LM head. `bf16` keeps it in `model.dtype`; otherwise it is a packed copy, also of a tied embedding, which itself stays."""
+    overrides: dict[str, Format] = {}
     """Format by module pattern, e.g. `{"layers.0.*": bf16}`, matched against names such as `layers.0.mlp.down_proj`; the last match wins. q/k/v, and gate/up, of one layer must agree; a pattern that matches nothing is an error."""
     dense_cache: Literal["auto", "on", "off"] = "auto"
     """Keep a dequantized copy of each weight beside the packed one. `auto`: on for the CPU, where unpacking costs more than the product; off on a GPU."""
+
+    @model_validator(mode="after")
+    def _check(self) -> QuantConfig:
+        used = {self.format, *self.overrides.values()}
+        if self.double_quant and "nf4" not in used:
+            raise ValueError("quant.double_quant is about nf4, which neither quant.format nor quant.overrides asks for")
+        if self.method == "four_over_six" and used - {"nvfp4", "bf16"}:
+            others = ", ".join(sorted(used - {"nvfp4", "bf16"}))
+            raise ValueError(
+                f"quant.method=four_over_six is a method of nvfp4 and cannot quantize {others}: use mse or rtn"
+            )
+        return self
+
+    def storage(self, name: str) -> str:
+        """The stored format that a format of the configuration means: nf4 has two."""
+        return "nf4_dq" if name == "nf4" and self.double_quant else name
 
 
 class LoraConfig(Section):

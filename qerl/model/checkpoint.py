@@ -6,9 +6,8 @@ whole. Every name and shape is compared with the headers before the first byte o
 
 from __future__ import annotations
 
-import hashlib
 import os
-from collections.abc import Iterable
+import warnings
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -18,10 +17,11 @@ from torch import Tensor
 
 from qerl.config.schema import LoraConfig, QuantConfig
 from qerl.errors import CheckpointError, ConfigError, nearest
-from qerl.formats import PackedWeight, dequantize, get_format
-from qerl.formats.nvfp4 import BLOCK, Nvfp4Format
+from qerl.formats import PackedWeight, WeightFormat, dequantize, get_format
+from qerl.formats.e2m1_blocks import E2m1Format
 from qerl.model.adapter_files import adapter_lora_config, load_adapter, save_adapter
 from qerl.model.decoder import Decoder, DecoderLayer
+from qerl.model.hashes import adapter_hash, base_hash, norm_hash
 from qerl.model.linear import GroupedLinear
 from qerl.model.lora import LoraGroup
 from qerl.model.spec import GroupShape, ModelSpec
@@ -40,7 +40,10 @@ __all__ = [
 ]
 
 DEMO_MODEL = "demo"
-PACKED_SUFFIXES = ("weight_packed", "weight_scale", "weight_global_scale")
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
+PACKED_SUFFIX = "weight_packed"
+ACTIVATION_SCALE_SUFFIX = "input_global_scale"
 
 
 def load_model(
@@ -57,7 +60,8 @@ def load_model(
 
     Args:
         path: a folder (see ``resolve_model_path`` for names).
-        quant: formats of the linear layers. A folder that is quantized already keeps its own.
+        quant: formats of the linear layers and the head. A folder that is quantized already keeps its own, for what it
+            holds packed.
         lora: adapters and whether the layer norms learn; None for neither.
         dtype: compute type (float32 or bfloat16). Norm scales and adapters are float32 in either case.
         device: where everything goes.
@@ -76,13 +80,17 @@ def load_model(
     source = TensorFolder(folder)
     formats = group_formats(spec, quant, _packed_parts(source))
     source.check(_expected_tensors(spec, formats), _ignored_tensors(spec))
+    for note in spec.notes:
+        warnings.warn(f"{folder}: {note}", stacklevel=2)
     loader = _Loader(spec, source, quant, lora, formats, dtype=dtype, device=device, seed=seed)
+    head = loader.head()
     return Decoder(
         spec,
-        embed_tokens=loader.dense("model.embed_tokens.weight"),
+        embed_tokens=loader.dense(EMBEDDING),
         layers=[loader.layer(index) for index in range(spec.num_layers)],
         final_norm=loader.norm("model.norm.weight"),
-        lm_head=None if spec.tie_embeddings else loader.dense("lm_head.weight"),
+        lm_head=head,
+        dense_head=loader.dense_copy(head) if isinstance(head, PackedWeight) else None,
         keep_reference_norms=keep_reference_norms,
     )
 
@@ -114,6 +122,16 @@ class _Loader:
 
     def dense(self, name: str) -> Tensor:
         return self.source.read(name, self.device).to(self.dtype)
+
+    def head(self) -> Tensor | PackedWeight | None:
+        """The LM head in the format of ``quant.lm_head``; None for an embedding that serves as it is."""
+        tied, chosen = self.spec.tie_embeddings, self.quant.lm_head
+        if chosen == "bf16":
+            return None if tied else self.dense(HEAD)
+        weight = self.source.read(EMBEDDING if tied else HEAD, self.device)
+        fmt = get_format(chosen)
+        method = self.quant.method if self.quant.method in fmt.methods else "rtn"
+        return fmt.quantize(weight, method=method, rounding=self.quant.rounding, name="lm_head")
 
     def norm(self, name: str) -> Tensor:
         return self.source.read(name, self.device).to(torch.float32, copy=True)
@@ -147,24 +165,27 @@ class _Loader:
         )
 
     def packed_weight(self, shape: GroupShape, names: tuple[str, ...], format_name: str) -> PackedWeight:
-        """The stacked rows of a group: packed as the folder has them, or quantized here with one scale."""
-        if format_name == "nvfp4" and self.spec.packed_layout is not None:
-            return get_format("nvfp4").join([self.stored_nvfp4(name, shape.in_features) for name in names])
+        """The stacked rows of a group: packed as the folder has them, or quantized here."""
+        fmt = get_format(format_name)
+        if format_name == self.spec.stored_format:
+            assert isinstance(fmt, E2m1Format)
+            return fmt.join([self.stored_weight(fmt, name, shape.in_features) for name in names])
         dense_OI = torch.cat([self.source.read(f"model.{name}.weight", self.device) for name in names])
         if format_name == "bf16":
             dense_OI = dense_OI.to(self.dtype)
-        return get_format(format_name).quantize(
-            dense_OI, rounding=self.quant.rounding, segments=shape.sizes, name=" + ".join(names)
+        return fmt.quantize(
+            dense_OI,
+            method=self.quant.method,
+            rounding=self.quant.rounding,
+            segments=shape.sizes,
+            name=" + ".join(names),
         )
 
-    def stored_nvfp4(self, name: str, in_features: int) -> PackedWeight:
-        nvfp4 = get_format("nvfp4")
-        assert isinstance(nvfp4, Nvfp4Format)
+    def stored_weight(self, fmt: E2m1Format, name: str, in_features: int) -> PackedWeight:
         parts = {
-            key: self.source.read(f"model.{name}.{suffix}", self.device)
-            for key, suffix in nvfp4.layout.suffixes.items()
+            key: self.source.read(f"model.{name}.{suffix}", self.device) for key, suffix in fmt.layout.suffixes.items()
         }
-        return nvfp4.from_parts(parts, d_in=in_features, name=name)
+        return fmt.from_parts(parts, d_in=in_features, name=name)
 
     def dense_copy(self, weight: PackedWeight) -> Tensor | None:
         # An unquantized weight in compute type is its own dense copy, at no cost.
@@ -207,7 +228,7 @@ def _check_targets(spec: ModelSpec, lora: LoraConfig) -> None:
 
 def _packed_parts(source: TensorFolder) -> frozenset[str]:
     """Projections that the folder holds packed, by the names that users know."""
-    ending = f".{PACKED_SUFFIXES[0]}"
+    ending = f".{PACKED_SUFFIX}"
     return frozenset(name.removeprefix("model.").removesuffix(ending) for name in source if name.endswith(ending))
 
 
@@ -215,11 +236,11 @@ def _expected_tensors(spec: ModelSpec, formats: dict[str, str]) -> dict[str, tup
     """Name and shape of every tensor that the folder must hold."""
     hidden = spec.hidden_size
     expected: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (spec.vocab_size, hidden),
+        EMBEDDING: (spec.vocab_size, hidden),
         "model.norm.weight": (hidden,),
     }
     if not spec.tie_embeddings:
-        expected["lm_head.weight"] = (spec.vocab_size, hidden)
+        expected[HEAD] = (spec.vocab_size, hidden)
     for layer in range(spec.num_layers):
         prefix = f"model.layers.{layer}"
         expected[f"{prefix}.input_layernorm.weight"] = (hidden,)
@@ -228,25 +249,36 @@ def _expected_tensors(spec: ModelSpec, formats: dict[str, str]) -> dict[str, tup
             expected[f"{prefix}.self_attn.q_norm.weight"] = (spec.head_dim,)
             expected[f"{prefix}.self_attn.k_norm.weight"] = (spec.head_dim,)
         for shape in spec.groups():
-            stored_packed = spec.packed_layout is not None and formats[shape.group_name(layer)] == "nvfp4"
+            packed = get_format(formats[shape.group_name(layer)])
+            stored_packed = packed.name == spec.stored_format
             for name, rows in zip(shape.part_names(layer), shape.sizes, strict=True):
-                expected |= _expected_linear(f"model.{name}", rows, shape, stored_packed)
+                expected |= _expected_linear(f"model.{name}", rows, shape, packed if stored_packed else None)
     return expected
 
 
-def _expected_linear(name: str, rows: int, shape: GroupShape, stored_packed: bool) -> dict[str, tuple[int, ...]]:
-    columns = shape.in_features
+def _expected_linear(
+    name: str, rows: int, shape: GroupShape, packed: WeightFormat | None
+) -> dict[str, tuple[int, ...]]:
     bias: dict[str, tuple[int, ...]] = {f"{name}.bias": (rows,)} if shape.bias else {}
-    if not stored_packed:
-        return {f"{name}.weight": (rows, columns), **bias}
-    shapes: tuple[tuple[int, ...], ...] = ((rows, columns // 2), (rows, columns // BLOCK), (1,))
-    return {**{f"{name}.{suffix}": s for suffix, s in zip(PACKED_SUFFIXES, shapes, strict=True)}, **bias}
+    if packed is None:
+        return {f"{name}.weight": (rows, shape.in_features), **bias}
+    assert isinstance(packed, E2m1Format)
+    shapes = packed.stored_shapes(rows, shape.in_features)
+    return {**{f"{name}.{suffix}": shapes[key] for key, suffix in packed.layout.suffixes.items()}, **bias}
 
 
 def _ignored_tensors(spec: ModelSpec) -> frozenset[str]:
-    """Tensors that some writers add and no decoder needs: rotation tables, and the head of a tied model."""
-    tables = {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq" for layer in range(spec.num_layers)}
-    return frozenset(tables | ({"lm_head.weight"} if spec.tie_embeddings else set()))
+    """Tensors that some writers add and this decoder does not need: rotation tables, the head of a tied model, and the
+    scales of quantized activations (which ``ModelSpec.notes`` tells of)."""
+    ignored = {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq" for layer in range(spec.num_layers)}
+    if spec.tie_embeddings:
+        ignored.add(HEAD)
+    if spec.packed_layout is not None:
+        parts = (
+            name for layer in range(spec.num_layers) for group in spec.groups() for name in group.part_names(layer)
+        )
+        ignored |= {f"model.{name}.{ACTIVATION_SCALE_SUFFIX}" for name in parts}
+    return frozenset(ignored)
 
 
 def resolve_model_path(name: str) -> Path:
@@ -278,38 +310,3 @@ def resolve_model_path(name: str) -> Path:
         + (f" ({', '.join(names[:8])})" if names else " (not set or empty)"),
         remedy=remedy,
     )
-
-
-def adapter_hash(model: Decoder) -> str:
-    """Hash of the adapter matrices and their scale: 16 hex digits of SHA-256."""
-    tensors = []
-    for linear in model.grouped_linears():
-        if linear.lora is not None:
-            scale = torch.tensor(linear.lora.scale, dtype=torch.float64)
-            for name, (a_RI, b_OR) in linear.lora.matrices().items():
-                tensors += [(f"{name}.scale", scale), (f"{name}.a", a_RI), (f"{name}.b", b_OR)]
-    return _hash(tensors)
-
-
-def norm_hash(model: Decoder) -> str:
-    """Hash of all clean norm scales: 16 hex digits of SHA-256."""
-    return _hash((name, tensor) for name, tensor in model.named_parameters() if name.endswith("_norm"))
-
-
-def base_hash(model: Decoder) -> str:
-    """Hash of the frozen base as stored: packed weights, biases, embedding and head. 16 hex digits of SHA-256."""
-    tensors = [("embed_tokens", model.embed_tokens), ("lm_head", model.head_weight)]
-    for linear in model.grouped_linears():
-        tensors += [(f"{linear.name}.{key}", tensor) for key, tensor in sorted(linear.weight.tensors.items())]
-        if linear.bias_O is not None:
-            tensors.append((f"{linear.name}.bias", linear.bias_O))
-    return _hash(tensors)
-
-
-def _hash(tensors: Iterable[tuple[str, Tensor]]) -> str:
-    digest = hashlib.sha256()
-    for name, tensor in tensors:
-        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
-        data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        digest.update(data.numpy().data)
-    return digest.hexdigest()[:16]

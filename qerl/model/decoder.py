@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from qerl.formats import PackedWeight
 from qerl.kernels.rms_norm import rms_norm
-from qerl.kernels.token_logprobs import head_logits
+from qerl.kernels.token_logprobs import Head, head_logits
 from qerl.model.aqn import NoisePass, NoiseSource
 from qerl.model.attention import AttentionContext
 from qerl.model.linear import GroupedLinear
@@ -153,7 +154,9 @@ class Decoder(nn.Module):
         embed_tokens: [V, D] in compute type, frozen.
         layers: ``DecoderLayer`` modules.
         final_norm: float32 [D], frozen.
-        head_weight: [V, D] in compute type, frozen; the embedding itself when tied.
+        lm_head: [V, D] in compute type, frozen; None when it is the embedding itself (tied) or packed.
+        packed_head: the head packed in another format; a copy of its own also where the embedding is tied.
+        dense_head: dequantized copy of ``packed_head`` that products read instead, where memory allows.
     """
 
     rope_cos: Tensor
@@ -166,16 +169,19 @@ class Decoder(nn.Module):
         embed_tokens: Tensor,
         layers: Sequence[DecoderLayer],
         final_norm: Tensor,
-        lm_head: Tensor | None = None,
+        lm_head: Tensor | PackedWeight | None = None,
+        dense_head: Tensor | None = None,
         keep_reference_norms: bool = False,
     ):
         super().__init__()
-        assert (lm_head is None) == spec.tie_embeddings
+        assert lm_head is not None or spec.tie_embeddings
         self.spec = spec
         self.embed_tokens = nn.Parameter(embed_tokens, requires_grad=False)
         self.layers = nn.ModuleList(layers)
         self.final_norm = nn.Parameter(final_norm, requires_grad=False)
-        self.lm_head = None if lm_head is None else nn.Parameter(lm_head, requires_grad=False)
+        self.packed_head = lm_head if isinstance(lm_head, PackedWeight) else None
+        self.dense_head = dense_head
+        self.lm_head = nn.Parameter(lm_head, requires_grad=False) if isinstance(lm_head, Tensor) else None
         cos_Pd, sin_Pd = rotation_table(spec.rope, spec.head_dim, spec.max_positions, device=embed_tokens.device)
         self.register_buffer("rope_cos", cos_Pd, persistent=False)
         self.register_buffer("rope_sin", sin_Pd, persistent=False)
@@ -197,8 +203,10 @@ class Decoder(nn.Module):
         return self.embed_tokens.device
 
     @property
-    def head_weight(self) -> Tensor:
-        """LM head [V, D] in compute type."""
+    def head_weight(self) -> Head:
+        """LM head [V, D], as the kernels take it: dense in compute type, or packed."""
+        if self.packed_head is not None:
+            return self.packed_head if self.dense_head is None else self.dense_head
         return self.embed_tokens if self.lm_head is None else self.lm_head
 
     def forward(

@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from qerl.errors import CheckpointError, nearest
 from qerl.model.rope import RopeSpec, positive_number, read_rope
@@ -24,7 +24,8 @@ ARCHITECTURES = {
 
 EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size")
 
-PackedLayout = Literal["nvfp4-pack-quantized"]
+PACKED_LAYOUTS = {"nvfp4-pack-quantized": ("nvfp4", 16), "mxfp4-pack-quantized": ("mxfp4", 32)}
+"""Layouts of compressed-tensors that are read -> our name of the format, weights that share a scale."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,8 +84,15 @@ class ModelSpec:
     """The LM head is the embedding matrix."""
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
-    packed_layout: PackedLayout | None = None
-    """Layout of weights that the folder holds quantized already; None for plain weights."""
+    packed_layout: str | None = None
+    """Layout of weights that the folder holds quantized already, one of ``PACKED_LAYOUTS``; None for plain weights."""
+    notes: tuple[str, ...] = ()
+    """What the folder describes and this decoder does not do, in words for the user."""
+
+    @property
+    def stored_format(self) -> str | None:
+        """Format of the weights that the folder holds packed; None for plain weights."""
+        return None if self.packed_layout is None else PACKED_LAYOUTS[self.packed_layout][0]
 
     @property
     def q_size(self) -> int:
@@ -141,6 +149,7 @@ class ModelSpec:
                 expected="a multiple",
             )
         _refuse_sliding_window(config, architecture, num_layers, max_positions, source)
+        packed_layout, notes = read_quantization(config.get("quantization_config"), source)
         attention_bias = architecture in ("llama", "qwen3") and bool(config.get("attention_bias", False))
         return cls(
             architecture=architecture,
@@ -161,7 +170,8 @@ class ModelSpec:
             tie_embeddings=bool(config.get("tie_word_embeddings", False)),
             eos_token_ids=token_ids(config.get("eos_token_id")),
             bos_token_id=config.get("bos_token_id"),
-            packed_layout=_packed_layout(config, source),
+            packed_layout=packed_layout,
+            notes=notes,
         )
 
 
@@ -285,28 +295,48 @@ def _head_dim(fields: _Fields, architecture: str, hidden_size: int, num_heads: i
     return head_dim
 
 
-def _packed_layout(config: Mapping[str, Any], source: str) -> PackedLayout | None:
-    """Which quantized layout the folder holds: only weight-only NVFP4 of compressed-tensors is read."""
-    quantization = config.get("quantization_config")
+def read_quantization(quantization: Mapping[str, Any] | None, source: str) -> tuple[str | None, tuple[str, ...]]:
+    """(layout, notes) of a ``quantization_config``: which weights of compressed-tensors can be read, and what is left out.
+
+    Raises:
+        CheckpointError: another method or layout, weights that are not what the layout says, a quantized KV cache, or
+            rotations that the decoder would have to apply.
+    """
     if not quantization:
-        return None
-    method, layout = quantization.get("quant_method"), quantization.get("format")
+        return None, ()
     remedy = "Use the plain checkpoint: weights are quantized at load."
-    if method != "compressed-tensors" or layout != "nvfp4-pack-quantized":
+    method, layout = quantization.get("quant_method"), quantization.get("format")
+    if method != "compressed-tensors" or layout not in PACKED_LAYOUTS:
         raise CheckpointError(
             f"{source}: this kind of quantized checkpoint is not read",
             got=f"quant_method={method}, format={layout}",
-            expected="quant_method=compressed-tensors, format=nvfp4-pack-quantized",
+            expected="quant_method=compressed-tensors, format=" + " or ".join(PACKED_LAYOUTS),
             remedy=remedy,
         )
-    if quantization.get("kv_cache_scheme"):
-        raise CheckpointError(f"{source}: a quantized KV cache is not supported", got="kv_cache_scheme", remedy=remedy)
-    for name, group in (quantization.get("config_groups") or {}).items():
-        if group.get("input_activations") or group.get("output_activations"):
-            raise CheckpointError(
-                f"{source}: quantized activations are not supported",
-                got=f"config_groups.{name}.input_activations",
-                expected="weight-only NVFP4 (scheme NVFP4A16)",
-                remedy=remedy,
-            )
-    return "nvfp4-pack-quantized"
+    for key in ("kv_cache_scheme", "transform_config"):
+        if quantization.get(key):
+            what = "a quantized KV cache is" if key == "kv_cache_scheme" else "rotations of weights or activations are"
+            raise CheckpointError(f"{source}: {what} not supported", got=f"quantization_config.{key}", remedy=remedy)
+    groups = quantization.get("config_groups")
+    if not isinstance(groups, Mapping) or not groups:
+        raise CheckpointError(f"{source}: quantization_config names no config_groups", expected="at least one group")
+    for name, group in groups.items():
+        _check_weights(group.get("weights") or {}, layout, f"{source}: config_groups.{name}.weights", remedy)
+    if any(group.get("input_activations") or group.get("output_activations") for group in groups.values()):
+        note = (
+            "the checkpoint also describes quantized activations: its weights are used, its activation scales are not"
+        )
+        return layout, (note,)
+    return layout, ()
+
+
+def _check_weights(weights: Mapping[str, Any], layout: str, source: str, remedy: str) -> None:
+    expected = {"num_bits": 4, "type": "float", "group_size": PACKED_LAYOUTS[layout][1], "symmetric": True}
+    got = {key: weights.get(key, True if key == "symmetric" else None) for key in expected}
+    if got != expected:
+        raise CheckpointError(
+            f"{source} are not what the layout {layout} holds",
+            got=", ".join(f"{key}={value}" for key, value in got.items()),
+            expected=", ".join(f"{key}={value}" for key, value in expected.items()),
+            remedy=remedy,
+        )

@@ -47,20 +47,21 @@ def group_formats(spec: ModelSpec, quant: QuantConfig, packed: frozenset[str] = 
             quantized folder.
     """
     asked = part_formats(spec, quant)
-    if spec.packed_layout is not None and quant.format != "nvfp4":
+    stored = spec.stored_format
+    if stored is not None and quant.format != stored:
         raise ConfigError(
-            "the model folder holds NVFP4 weights",
+            f"the model folder holds {stored.upper()} weights",
             got=f"quant.format={quant.format}",
-            expected="quant.format=nvfp4",
-            remedy="Use the plain checkpoint to train an unquantized base.",
+            expected=f"quant.format={stored}",
+            remedy="Use the plain checkpoint to choose the format at load.",
         )
     formats: dict[str, str] = {}
     for layer in range(spec.num_layers):
         for shape in spec.groups():
             chosen = {
-                name: asked[name] or quant.format
-                if spec.packed_layout is None
-                else _stored(name, asked[name], name in packed)
+                name: quant.storage(asked[name] or quant.format)
+                if stored is None
+                else _stored(name, asked[name], stored if name in packed else "bf16")
                 for name in shape.part_names(layer)
             }
             if len(set(chosen.values())) > 1:
@@ -74,9 +75,8 @@ def group_formats(spec: ModelSpec, quant: QuantConfig, packed: frozenset[str] = 
     return formats
 
 
-def _stored(name: str, asked: str | None, is_packed: bool) -> str:
+def _stored(name: str, asked: str | None, stored: str) -> str:
     """Format of a projection in a folder that is quantized already."""
-    stored = "nvfp4" if is_packed else "bf16"
     if asked not in (None, stored):
         raise ConfigError(
             f"quant.overrides contradicts the quantized model folder for {name}",

@@ -20,32 +20,96 @@ SEQUENCES = random_tokens((14, 33))
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
-def pack_folder(folder, *, leave_plain=()):
+def pack_folder(folder, *, name="nvfp4", leave_plain=(), activations=False):
     """Turn a plain tiny folder into a quantized one, each projection with a global scale of its own."""
     plain = load_file(folder / "model.safetensors")
+    layout = get_format(name).layout
     stored = {}
-    for name, tensor in plain.items():
-        module = name.removesuffix(".weight")
-        if module.rsplit(".", 1)[-1] not in PROJECTIONS or name.endswith(".bias") or module in leave_plain:
-            stored[name] = tensor
+    for tensor_name, tensor in plain.items():
+        module = tensor_name.removesuffix(".weight")
+        is_bias = tensor_name.endswith(".bias")
+        if module.rsplit(".", 1)[-1] not in PROJECTIONS or is_bias or module in leave_plain:
+            stored[tensor_name] = tensor
             continue
-        packed = get_format("nvfp4").quantize(tensor).tensors
-        stored[f"{module}.weight_packed"] = packed["packed"]
-        stored[f"{module}.weight_scale"] = packed["block_scales"]
-        stored[f"{module}.weight_global_scale"] = packed["global_scale"]
+        tensors = get_format(name).quantize(tensor).tensors
+        stored |= {f"{module}.{suffix}": tensors[key] for key, suffix in layout.suffixes.items()}
+        if activations:
+            stored[f"{module}.input_global_scale"] = torch.ones(1)
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
-    weights = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "symmetric": True}
-    weights |= {"dynamic": False}
+    weights = {"num_bits": 4, "type": "float", "symmetric": True, "dynamic": False, **layout.weights}
+    group = {"targets": ["Linear"], "weights": weights, "format": layout.name}
+    if activations:
+        group["input_activations"] = {**weights, "dynamic": "local"}
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] = {
         "quant_method": "compressed-tensors",
-        "format": "nvfp4-pack-quantized",
+        "format": layout.name,
         "quantization_status": "compressed",
-        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "format": "nvfp4-pack-quantized"}},
+        "config_groups": {"group_0": group},
         "ignore": ["lm_head", *leave_plain],
     }
     (folder / "config.json").write_text(json.dumps(config))
     return stored
+
+
+def set_linears(reference, model):
+    """Give a transformers model the weights that ours stands for."""
+    for linear in model.grouped_linears():
+        target = reference.model.get_submodule(linear.name.rsplit(".", 1)[0])
+        for part, rows in zip(linear.parts, dequantize(linear.weight).split(linear.sizes), strict=True):
+            target.get_submodule(part).weight.data.copy_(rows)
+
+
+@pytest.mark.parametrize(
+    "quant",
+    [
+        {"format": "mxfp4"},
+        {"format": "mxfp4", "method": "mse"},
+        {"format": "nf4"},
+        {"format": "nf4", "double_quant": True},
+        {"format": "nf4", "method": "mse"},
+        {"method": "mse"},
+        {"method": "four_over_six", "rounding": "torchao"},
+        {"format": "nf4", "overrides": {"*.down_proj": "bf16", "layers.1.mlp.*": "mxfp4", "*.o_proj": "nvfp4"}},
+    ],
+    ids=str,
+)
+def test_every_format_runs_as_transformers_with_its_rounded_weights(tmp_path, quant):
+    reference = write_tiny(tmp_path, "llama-plain")
+    cached, model = (load_tiny(tmp_path, quant=QuantConfig(dense_cache=cache, **quant)) for cache in ("on", "off"))
+    set_linears(reference, model)
+    expected = transformers_logits(reference, SEQUENCES)
+    assert (decoder_logits(model, SEQUENCES) - expected).abs().max() < 1e-4
+    assert (decoder_logits(cached, SEQUENCES) - expected).abs().max() < 1e-4
+    assert (decoder_logits(load_tiny(tmp_path), SEQUENCES) - expected).abs().max() > 0.05
+
+
+def test_settings_reach_the_quantizer(tmp_path):
+    reference = write_tiny(tmp_path)
+    down = reference.model.layers[0].mlp.down_proj.weight.detach()
+    for quant, name in (
+        ({"format": "nf4"}, "nf4"),
+        ({"format": "nf4", "double_quant": True}, "nf4_dq"),
+        ({"format": "mxfp4", "method": "mse"}, "mxfp4"),
+        ({"method": "four_over_six"}, "nvfp4"),
+    ):
+        weight = load_tiny(tmp_path, quant=QuantConfig(**quant)).layers[0].down.weight
+        expected = get_format(name).quantize(down, method=quant.get("method", "rtn"))
+        assert weight.format == name
+        for key, tensor in expected.tensors.items():
+            assert torch.equal(weight.tensors[key].view(torch.uint8), tensor.view(torch.uint8)), (quant, key)
+
+
+def test_nf4_quantizes_each_projection_of_a_group_by_itself(tmp_path):
+    reference = write_tiny(tmp_path, hidden_size=48, num_attention_heads=3, num_key_value_heads=1)
+    model = load_tiny(tmp_path, quant=QuantConfig(format="nf4", double_quant=True))
+    attention = reference.model.layers[2].self_attn
+    expected = [
+        get_format("nf4_dq").quantize(p.weight.detach()) for p in (attention.q_proj, attention.k_proj, attention.v_proj)
+    ]
+    joined = get_format("nf4_dq").join(expected)
+    for key, tensor in model.layers[2].qkv.weight.tensors.items():
+        assert torch.equal(tensor, joined.tensors[key]), key
 
 
 @pytest.mark.parametrize("variant", ["qwen2-tied", "qwen3-wide-heads"])
@@ -54,11 +118,8 @@ def test_a_quantized_model_equals_transformers_with_the_rounded_weights(tmp_path
     reference = write_tiny(tmp_path, variant)
     model = load_tiny(tmp_path, quant=QuantConfig(dense_cache=dense_cache))
     exact = decoder_logits(load_tiny(tmp_path), SEQUENCES)
-    for linear in model.grouped_linears():
-        assert (linear.dense_OI is not None) == (dense_cache == "on")
-        target = reference.model.get_submodule(linear.name.rsplit(".", 1)[0])
-        for part, rows in zip(linear.parts, dequantize(linear.weight).split(linear.sizes), strict=True):
-            target.get_submodule(part).weight.data.copy_(rows)
+    assert all((linear.dense_OI is not None) == (dense_cache == "on") for linear in model.grouped_linears())
+    set_linears(reference, model)
     expected = transformers_logits(reference, SEQUENCES)
     assert (decoder_logits(model, SEQUENCES) - expected).abs().max() < 1e-4
     assert (exact - expected).abs().max() > 0.05
@@ -126,21 +187,40 @@ def test_planning_needs_no_tensors(tmp_path):
     assert formats["layers.1.self_attn.o_proj"] == "bf16"
 
 
-def test_a_quantized_folder_is_read_as_transformers_reads_it(tmp_path):
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp4"])
+def test_a_quantized_folder_is_read_as_transformers_reads_it(tmp_path, name):
     """Scales that differ inside a fused group included; transformers unpacks to bfloat16 by compressed-tensors."""
-    write_tiny(tmp_path, "llama-all-biases-wide-heads")
-    pack_folder(tmp_path)
-    model = load_tiny(tmp_path, quant=NVFP4)
+    write_tiny(tmp_path, "llama-all-biases-wide-heads", intermediate_size=128)
+    pack_folder(tmp_path, name=name)
+    model = load_tiny(tmp_path, quant=QuantConfig(format=name))
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     transformers_logits(theirs, [SEQUENCES[0]])  # it unpacks at the first call
     for linear in model.grouped_linears():
-        assert linear.weight.format == "nvfp4"
+        assert linear.weight.format == name
         owner = theirs.model.get_submodule(linear.name.rsplit(".", 1)[0])
         rows = dequantize(linear.weight, torch.bfloat16).split(linear.sizes)
         for part, own in zip(linear.parts, rows, strict=True):
             assert torch.equal(own, owner.get_submodule(part).weight.bfloat16()), (linear.name, part)
-    scales = model.layers[0].qkv.weight.tensors["global_scale"]
-    assert len(set(scales.tolist())) == 3
+    if name == "nvfp4":
+        assert len(set(model.layers[0].qkv.weight.tensors["global_scale"].tolist())) == 3
+
+
+def test_a_folder_with_quantized_activations_gives_its_weights_and_says_so(tmp_path):
+    write_tiny(tmp_path / "plain")
+    write_tiny(tmp_path / "w4a4")
+    pack_folder(tmp_path / "plain")
+    pack_folder(tmp_path / "w4a4", activations=True)
+    with pytest.warns(UserWarning, match="activation scales are not"):
+        model = load_tiny(tmp_path / "w4a4", quant=NVFP4)
+    expected = decoder_logits(load_tiny(tmp_path / "plain", quant=NVFP4), SEQUENCES)
+    assert torch.equal(decoder_logits(model, SEQUENCES), expected)
+
+
+def test_an_mxfp4_folder_asks_for_its_format(tmp_path):
+    write_tiny(tmp_path, intermediate_size=128)
+    pack_folder(tmp_path, name="mxfp4")
+    with pytest.raises(ConfigError, match=r"holds MXFP4 weights.*quant\.format=nvfp4.*expected quant\.format=mxfp4"):
+        load_tiny(tmp_path, quant=NVFP4)
 
 
 @pytest.mark.parametrize("dense_cache", ["on", "off"])

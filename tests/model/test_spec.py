@@ -95,6 +95,17 @@ def test_groups_list_every_projection_with_its_shape():
     assert shapes["qkv_proj"].group_name(0) == "layers.0.self_attn.qkv_proj"
 
 
+def packed(**changes):
+    """A quantization_config of compressed-tensors; what is not a key of it changes the weights' arguments."""
+    weights = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "symmetric": True}
+    config = {
+        "quant_method": "compressed-tensors",
+        "format": "nvfp4-pack-quantized",
+        "config_groups": {"g": {"weights": {**weights, **{k: v for k, v in changes.items() if k in weights}}}},
+    }
+    return config | {k: v for k, v in changes.items() if k not in weights}
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
@@ -121,17 +132,14 @@ def test_groups_list_every_projection_with_its_shape():
         ({**QWEN2, "vocab_size": "many"}, "vocab_size is unusable; got many"),
         ({k: v for k, v in QWEN2.items() if k != "num_hidden_layers"}, "num_hidden_layers"),
         ({**QWEN2, "quantization_config": {"quant_method": "gptq", "bits": 4}}, "quant_method=gptq"),
-        (
-            {
-                **QWEN2,
-                "quantization_config": {
-                    "quant_method": "compressed-tensors",
-                    "format": "nvfp4-pack-quantized",
-                    "config_groups": {"group_0": {"input_activations": {"num_bits": 4}}},
-                },
-            },
-            "quantized activations",
-        ),
+        ({**QWEN2, "quantization_config": packed(format="float-quantized")}, "format=float-quantized"),
+        ({**QWEN2, "quantization_config": packed(kv_cache_scheme={"num_bits": 8})}, "quantized KV cache"),
+        ({**QWEN2, "quantization_config": packed(transform_config={"config_groups": {}})}, "rotations"),
+        ({**QWEN2, "quantization_config": packed(config_groups={})}, "names no config_groups"),
+        ({**QWEN2, "quantization_config": packed(num_bits=8)}, "num_bits=8.*num_bits=4"),
+        ({**QWEN2, "quantization_config": packed(group_size=32)}, "group_size=32.*group_size=16"),
+        ({**QWEN2, "quantization_config": packed(symmetric=False)}, "symmetric=False"),
+        ({**QWEN2, "quantization_config": packed(type="int")}, "config_groups.g.weights.*type=int"),
     ],
 )
 def test_unsupported_models_are_refused_by_name(config, message):
@@ -165,3 +173,16 @@ def test_spec_and_storage_are_free_of_torch():
 def test_spec_reads_what_transformers_writes(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(QWEN2))
     assert ModelSpec.from_folder(tmp_path) == ModelSpec.from_config(QWEN2)
+
+
+def test_packed_folders_name_their_format_and_what_is_left_out():
+    plain = ModelSpec.from_config(QWEN2)
+    assert (plain.packed_layout, plain.stored_format, plain.notes) == (None, None, ())
+    weight_only = ModelSpec.from_config({**QWEN2, "quantization_config": packed()})
+    assert (weight_only.stored_format, weight_only.notes) == ("nvfp4", ())
+    mxfp4 = packed(format="mxfp4-pack-quantized", group_size=32)
+    assert ModelSpec.from_config({**QWEN2, "quantization_config": mxfp4}).stored_format == "mxfp4"
+    with_activations = packed()
+    with_activations["config_groups"]["g"]["input_activations"] = {"num_bits": 4, "dynamic": "local"}
+    (note,) = ModelSpec.from_config({**QWEN2, "quantization_config": with_activations}).notes
+    assert "activation scales are not" in note

@@ -43,21 +43,39 @@ def layout_gate(
         LayoutGateError: the error exceeds `TOLERANCES[dtype]`, naming module, kernel and row.
         KernelUnavailableError: `kernel` cannot run here.
     """
-    device, (_, d_in) = weight.device, weight.shape
-    x_TI = philox.normal(0, "layout_gate", tokens * d_in, device=device).view(tokens, d_in).to(dtype)
-    chosen = dispatch.resolve("fp4_linear", device, kernel)
+    device = weight.device
+    x_TI = fixed_input(tokens, weight.shape[1], dtype, device)
     y_TO, _ = dispatch.load("fp4_linear", device, kernel).forward(x_TI, weight, None, (), (), (), dense_OI)
-    w_OI = dequantize(weight, torch.float64)
+    row, error = worst_row(y_TO, x_TI, dequantize(weight, torch.float64))
+    check_error(error, row, name, dispatch.resolve("fp4_linear", device, kernel), weight, dtype)
+    return error
+
+
+def fixed_input(tokens: int, d_in: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The activations that gates compare on, standard normal [tokens, d_in]."""
+    return philox.normal(0, "layout_gate", tokens * d_in, device=device).view(tokens, d_in).to(dtype)
+
+
+def worst_row(y_TO: Tensor, x_TI: Tensor, w_OI: Tensor) -> tuple[int, float]:
+    """(output row, error relative to |x| |w_row|) with the largest error of y against x w^T, `w_OI` float64."""
     x_TI = x_TI.double()
     sizes_TO = x_TI.norm(dim=1)[:, None] * w_OI.norm(dim=1).clamp(min=1e-30)
     errors_O = ((y_TO.double() - x_TI @ w_OI.T).abs() / sizes_TO).nan_to_num(nan=torch.inf).amax(0)
     worst = int(errors_O.argmax())
-    error, tolerance = float(errors_O[worst]), TOLERANCES[dtype]
+    return worst, float(errors_O[worst])
+
+
+def check_error(error: float, row: int, name: str, kernel: str, weight: PackedWeight, dtype: torch.dtype) -> None:
+    """Stop on an error above `TOLERANCES[dtype]`.
+
+    Raises:
+        LayoutGateError: naming module, kernel and row.
+    """
+    tolerance = TOLERANCES[dtype]
     if error > tolerance:
         raise LayoutGateError(
-            f"module '{name}': the {chosen} kernel disagrees with the dequantized {weight.format} weight",
-            got=f"relative error {error:.2e} at output row {worst} of {list(weight.shape)}",
+            f"module '{name}': the {kernel} kernel disagrees with the dequantized {weight.format} weight",
+            got=f"relative error {error:.2e} at output row {row} of {list(weight.shape)}",
             expected=f"at most {tolerance:.0e} in {str(dtype).removeprefix('torch.')}",
             remedy="Packed storage and kernel do not share one layout; choose another kernel and report this.",
         )
-    return error

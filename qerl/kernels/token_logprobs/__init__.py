@@ -9,28 +9,30 @@ from torch import Tensor
 
 from qerl.kernels import dispatch
 from qerl.kernels.token_logprobs.autograd import TokenLogprobs
+from qerl.kernels.token_logprobs.gate import head_gate
+from qerl.kernels.token_logprobs.head import Head
 
-__all__ = ["head_logits", "token_logprobs"]
+__all__ = ["Head", "head_gate", "head_logits", "token_logprobs"]
 
 # Most logits held at once when `chunk` is not given: 64 MiB of float32.
 _CHUNK_ELEMENTS = 1 << 24
 
 
-def head_logits(hidden_ND: Tensor, head_VD: Tensor, bias_V: Tensor | None = None, *, kernel: str = "auto") -> Tensor:
+def head_logits(hidden_ND: Tensor, head: Head, bias_V: Tensor | None = None, *, kernel: str = "auto") -> Tensor:
     """Logits of the LM head, float32 [N, V] (float64 for float64 input).
 
-    Operands are in hidden's dtype; products are accumulated and returned in float32. The sampler and the trainer both
-    get their logits here.
+    Operands are in hidden's dtype; products are accumulated and returned in float32. A packed head is unpacked a stretch of
+    rows at a time, never as a whole. The sampler and the trainer both get their logits here.
 
     Raises:
         KernelUnavailableError: `kernel` cannot run here.
     """
-    return dispatch.load("token_logprobs", hidden_ND.device, kernel).head_logits(hidden_ND, head_VD, bias_V)
+    return dispatch.load("token_logprobs", hidden_ND.device, kernel).head_logits(hidden_ND, head, bias_V)
 
 
 def token_logprobs(
     hidden_ND: Tensor,
-    head_VD: Tensor,
+    head: Head,
     targets_N: Tensor,
     *,
     temperature: float = 1.0,
@@ -42,7 +44,7 @@ def token_logprobs(
 
     Args:
         hidden_ND: output of the final norm at the positions that predict the targets.
-        head_VD: LM head weight.
+        head: LM head weight [V, D], dense or packed.
         targets_N: int64, in [0, V).
         temperature: T > 0.
         bias: added to the logits, [V].
@@ -51,14 +53,14 @@ def token_logprobs(
         kernel: implementation by name.
 
     Returns:
-        (logprobs [N], entropy [N]), float32 (float64 for float64 input). Both carry gradients to hidden, head and bias;
-        the logits are computed again in the backward pass.
+        (logprobs [N], entropy [N]), float32 (float64 for float64 input). Both carry gradients to hidden, bias and a dense
+        head; the logits are computed again in the backward pass.
 
     Raises:
         KernelUnavailableError: `kernel` cannot run here.
     """
     assert temperature > 0, "log-probabilities at temperature 0 are not defined"
     if chunk is None:
-        chunk = max(1, _CHUNK_ELEMENTS // head_VD.shape[0])
+        chunk = max(1, _CHUNK_ELEMENTS // head.shape[0])
     implementation = dispatch.load("token_logprobs", hidden_ND.device, kernel)
-    return TokenLogprobs.apply(hidden_ND, head_VD, bias, targets_N, temperature, chunk, implementation)
+    return TokenLogprobs.apply(hidden_ND, head, bias, targets_N, temperature, chunk, implementation)

@@ -12,15 +12,17 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from qerl.kernels.token_logprobs.head import Head
+
 
 class TokenLogprobs(torch.autograd.Function):
-    """Gradients to hidden, head and bias, from both outputs."""
+    """Gradients to hidden, head (if dense) and bias, from both outputs."""
 
     @staticmethod
     def forward(
         ctx: Any,
         hidden_ND: Tensor,
-        head_VD: Tensor,
+        head: Head,
         bias_V: Tensor | None,
         targets_N: Tensor,
         temperature: float,
@@ -28,10 +30,11 @@ class TokenLogprobs(torch.autograd.Function):
         kernel: ModuleType,
     ) -> tuple[Tensor, Tensor]:
         parts = [
-            kernel.forward(hidden, head_VD, bias_V, targets, temperature)
+            kernel.forward(hidden, head, bias_V, targets, temperature)
             for hidden, targets in zip(hidden_ND.split(chunk), targets_N.split(chunk), strict=True)
         ]
         logp_N, entropy_N, lse_N = (torch.cat(column) for column in zip(*parts, strict=True))
+        head_VD, ctx.packed = (head, None) if isinstance(head, Tensor) else (None, head)
         ctx.save_for_backward(hidden_ND, head_VD, bias_V, targets_N, lse_N, entropy_N)
         ctx.temperature, ctx.chunk, ctx.kernel = temperature, chunk, kernel
         ctx.set_materialize_grads(False)
@@ -41,9 +44,10 @@ class TokenLogprobs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden_ND, head_VD, bias_V, targets_N, lse_N, entropy_N = ctx.saved_tensors
+        head = head_VD if ctx.packed is None else ctx.packed
         needs_hidden, needs_head, needs_bias = ctx.needs_input_grad[:3]
         wide = lse_N.dtype
-        head_wide = head_VD.to(hidden_ND.dtype).to(wide) if needs_hidden else None
+        head_wide = head_VD.to(hidden_ND.dtype).to(wide) if needs_hidden and ctx.packed is None else None
         grad_hidden = torch.empty_like(hidden_ND) if needs_hidden else None
         grad_head = torch.zeros(head_VD.shape, dtype=wide, device=head_VD.device) if needs_head else None
         grad_bias = torch.zeros(bias_V.shape, dtype=wide, device=bias_V.device) if needs_bias else None
@@ -52,7 +56,7 @@ class TokenLogprobs(torch.autograd.Function):
             upstream = (None if grad is None else grad[part] for grad in grads)
             grad_NV = ctx.kernel.logits_gradient(
                 hidden_ND[part],
-                head_VD,
+                head,
                 bias_V,
                 targets_N[part],
                 ctx.temperature,
@@ -60,8 +64,10 @@ class TokenLogprobs(torch.autograd.Function):
                 entropy_N[part],
                 *upstream,
             )
-            if grad_hidden is not None:
+            if grad_hidden is not None and head_wide is not None:
                 grad_hidden[part] = grad_NV @ head_wide
+            elif grad_hidden is not None:
+                grad_hidden[part] = ctx.kernel.hidden_gradient(grad_NV, ctx.packed, hidden_ND.dtype)
             if grad_head is not None:
                 grad_head.addmm_(grad_NV.T, hidden_ND[part].to(wide))
             if grad_bias is not None:

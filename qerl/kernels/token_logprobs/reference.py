@@ -11,23 +11,46 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from qerl.formats import PackedWeight
+from qerl.kernels.token_logprobs.head import Head, factored_rows
 
-def head_logits(hidden_ND: Tensor, head_VD: Tensor, bias_V: Tensor | None) -> Tensor:
+
+def head_logits(hidden_ND: Tensor, head: Head, bias_V: Tensor | None) -> Tensor:
     """See `qerl.kernels.token_logprobs.head_logits`."""
-    if hidden_ND.dtype in (torch.float32, torch.float64):
-        logits_NV = hidden_ND @ head_VD.to(hidden_ND.dtype).T
-    elif hidden_ND.device.type == "cuda":
-        logits_NV = torch.mm(hidden_ND, head_VD.to(hidden_ND.dtype).T, out_dtype=torch.float32)
+    if isinstance(head, Tensor):
+        logits_NV = _product(hidden_ND, head.to(hidden_ND.dtype))
     else:
-        logits_NV = hidden_ND.float() @ head_VD.to(hidden_ND.dtype).float().T
+        wide = torch.float64 if hidden_ND.dtype == torch.float64 else torch.float32
+        logits_NV = torch.empty(hidden_ND.shape[0], head.shape[0], dtype=wide, device=hidden_ND.device)
+        for rows, values_VD, divisor_V in factored_rows(head, hidden_ND.dtype):
+            part_NV = _product(hidden_ND, values_VD)
+            logits_NV[:, rows] = part_NV if divisor_V is None else part_NV.div_(divisor_V)
     return logits_NV if bias_V is None else logits_NV.add_(bias_V)
 
 
+def _product(hidden_ND: Tensor, values_VD: Tensor) -> Tensor:
+    """hidden values^T, accumulated and returned in float32 (float64 for float64)."""
+    if hidden_ND.dtype in (torch.float32, torch.float64):
+        return hidden_ND @ values_VD.T
+    if hidden_ND.device.type == "cuda":
+        return torch.mm(hidden_ND, values_VD.T, out_dtype=torch.float32)
+    return hidden_ND.float() @ values_VD.float().T
+
+
+def hidden_gradient(grad_NV: Tensor, head: PackedWeight, dtype: torch.dtype) -> Tensor:
+    """Gradient to the hidden states [N, D] from that to the logits, in the logits' type; `dtype` is the hidden states'."""
+    grad_ND = grad_NV.new_zeros(grad_NV.shape[0], head.shape[1])
+    for rows, values_VD, divisor_V in factored_rows(head, dtype):
+        part_NV = grad_NV[:, rows] if divisor_V is None else grad_NV[:, rows] / divisor_V
+        grad_ND.addmm_(part_NV, values_VD.to(grad_NV.dtype))
+    return grad_ND
+
+
 def forward(
-    hidden_ND: Tensor, head_VD: Tensor, bias_V: Tensor | None, targets_N: Tensor, temperature: float
+    hidden_ND: Tensor, head: Head, bias_V: Tensor | None, targets_N: Tensor, temperature: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(logp, entropy, lse), each [N]."""
-    scaled_NV = head_logits(hidden_ND, head_VD, bias_V).div_(temperature)
+    scaled_NV = head_logits(hidden_ND, head, bias_V).div_(temperature)
     lse_N = torch.logsumexp(scaled_NV, dim=-1)
     logp_N = scaled_NV.gather(1, targets_N[:, None]).squeeze(1) - lse_N
     mean_N = (torch.exp(scaled_NV - lse_N[:, None]) * scaled_NV).sum(-1)
@@ -36,7 +59,7 @@ def forward(
 
 def logits_gradient(
     hidden_ND: Tensor,
-    head_VD: Tensor,
+    head: Head,
     bias_V: Tensor | None,
     targets_N: Tensor,
     temperature: float,
@@ -46,7 +69,7 @@ def logits_gradient(
     grad_entropy_N: Tensor | None,
 ) -> Tensor:
     """Gradient to the raw logits [N, V], from what `forward` returned; the logits are computed again."""
-    logp_NV = head_logits(hidden_ND, head_VD, bias_V).div_(temperature).sub_(lse_N[:, None])
+    logp_NV = head_logits(hidden_ND, head, bias_V).div_(temperature).sub_(lse_N[:, None])
     p_NV = torch.exp(logp_NV)
     if grad_entropy_N is None:
         grad_NV = torch.zeros_like(p_NV)
