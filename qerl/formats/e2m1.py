@@ -60,7 +60,7 @@ def encode(x: Tensor, negative: Tensor) -> Tensor:
         uint8 codes 0..15, same shape.
     """
     halves = nearest_value(x).abs_().mul_(2).to(torch.int32)
-    codes = _codes_of_halves(x.device).index_select(0, halves.view(-1)).view(x.shape)
+    codes = _codes_of_halves(x.device).index_select(0, halves.reshape(-1)).view(x.shape)
     return codes | (negative.to(torch.uint8) << 3)
 
 

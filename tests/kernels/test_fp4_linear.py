@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from qerl.errors import LayoutGateError
-from qerl.formats import dequantize, get_format
+from qerl.formats import FORMAT_NAMES, dequantize, get_format
 from qerl.kernels.fp4_linear import AdapterPart, fp4_linear, layout_gate
 
 TOKENS, INPUTS, ROWS, RANK = 5, 40, (6, 3, 4), 2
@@ -45,7 +45,7 @@ def dense_reference(x, w, bias, a, b_first, b_last):
     return y + x @ delta.T
 
 
-@pytest.mark.parametrize("name", ["nvfp4", "bf16"])
+@pytest.mark.parametrize("name", FORMAT_NAMES)
 @pytest.mark.parametrize("cached", [False, True])
 def test_values_equal_the_dense_product(name, cached):
     weight, x, bias = packed_weight(name), random(TOKENS, INPUTS, seed=4), random(OUTPUTS, seed=5)
@@ -55,7 +55,7 @@ def test_values_equal_the_dense_product(name, cached):
     torch.testing.assert_close(y, dense_reference(x, dense, bias, *adapter_tensors()), rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["nvfp4", "bf16"])
+@pytest.mark.parametrize("name", FORMAT_NAMES)
 @pytest.mark.parametrize("cached", [False, True])
 def test_gradients_match_finite_differences(name, cached):
     weight = packed_weight(name)
@@ -164,7 +164,7 @@ def test_without_training_adapters_not_even_the_input_is_kept():
 
 
 def test_the_gate_passes_what_is_sound():
-    for name in ("nvfp4", "bf16"):
+    for name in FORMAT_NAMES:
         weight = packed_weight(name)
         for dtype in (torch.float32, torch.bfloat16):
             layout_gate(weight, "m", dtype=dtype)
@@ -179,6 +179,14 @@ def shifted_scales(t):
     return {**t, "block_scales": t["block_scales"].view(torch.uint8).roll(1, 1).view(torch.float8_e4m3fn)}
 
 
+def shifted_absmax(t):
+    return {**t, "absmax": t["absmax"].roll(1)}
+
+
+def shifted_exponents(t):
+    return {**t, "block_scales": t["block_scales"] + 1}
+
+
 def inverted_global_scale(t):
     return {**t, "global_scale": 1 / t["global_scale"]}
 
@@ -187,13 +195,20 @@ def rotated_rows(t):
     return {**t, "packed": t["packed"].roll(1, 0)}
 
 
-@pytest.mark.parametrize("fault", [swapped_nibbles, shifted_scales, inverted_global_scale, rotated_rows])
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [
+        *(("nvfp4", fault) for fault in (swapped_nibbles, shifted_scales, inverted_global_scale, rotated_rows)),
+        *(("mxfp4", fault) for fault in (swapped_nibbles, shifted_exponents, rotated_rows)),
+        *(("nf4", fault) for fault in (swapped_nibbles, shifted_absmax)),
+    ],
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_gate_stops_a_kernel_that_reads_another_layout(fault, dtype):
+def test_the_gate_stops_a_kernel_that_reads_another_layout(name, fault, dtype):
     """A dense copy made from misread bytes stands for a kernel that misreads them."""
-    weight = get_format("nvfp4").quantize(random(96, 256, dtype=torch.float32))
+    weight = get_format(name).quantize(random(96, 256, dtype=torch.float32))
     misread = dequantize(replace(weight, tensors=fault(weight.tensors)), dtype)
-    with pytest.raises(LayoutGateError, match=r"layers\.3\.mlp\.down_proj.*reference.*row"):
+    with pytest.raises(LayoutGateError, match=rf"layers\.3\.mlp\.down_proj.*reference.*{name}.*row"):
         layout_gate(weight, "layers.3.mlp.down_proj", dtype=dtype, dense_OI=misread)
 
 
