@@ -60,7 +60,7 @@ class Signals:
 class ControllerState:
     """What the controller remembers; saved with every checkpoint."""
 
-    log_sigma: float | None = None
+    sigma: float | None = None
     """None: the next noisy rollout starts from the schedule's sigma."""
     error: float | None = None
     """Error of the rollout before."""
@@ -93,7 +93,7 @@ class Controller:
     @property
     def active(self) -> bool:
         """Sigma is the controller's own."""
-        return self.state.log_sigma is not None
+        return self.state.sigma is not None
 
     def sigma(self, scheduled: float, stage: int) -> float:
         """Sigma of the rollout that begins now.
@@ -103,9 +103,7 @@ class Controller:
                 one without signals.
             stage: stage of the schedule.
         """
-        if stage == 0 or self.state.log_sigma is None:
-            return scheduled
-        return math.exp(self.state.log_sigma)
+        return scheduled if stage == 0 or self.state.sigma is None else self.state.sigma
 
     def observe(self, signals: Signals | None, *, sigma: float, stage: int) -> None:
         """Take in a finished rollout.
@@ -117,7 +115,7 @@ class Controller:
         """
         state, config = self.state, self.config
         if signals is None:
-            state.log_sigma = state.error = None
+            state.sigma = state.error = None
             return
         if stage == 0 or state.reference_entropy is None:
             total = (state.reference_entropy or 0.0) * state.reference_count + signals.entropy
@@ -132,8 +130,8 @@ class Controller:
         before = error if state.error is None else state.error
         change = config.gain_proportional * (error - before) + config.gain_integral * error
         limit = math.log(config.max_change)
-        level = math.log(max(sigma, config.sigma_min)) + min(max(change, -limit), limit)
-        state.log_sigma = min(max(level, math.log(config.sigma_min)), math.log(config.sigma_max))
+        moved = max(sigma, config.sigma_min) * math.exp(min(max(change, -limit), limit))
+        state.sigma = min(max(moved, config.sigma_min), config.sigma_max)
         state.error, state.guard = error, guard
 
     def metrics(self) -> dict[str, float]:
