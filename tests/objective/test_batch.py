@@ -1,5 +1,6 @@
 from itertools import chain
 
+import pytest
 import torch
 from builders import completion, group
 from hypothesis import given
@@ -54,3 +55,9 @@ def test_unscorable_and_masked_truncated_leave_the_loss():
     assert [s.in_loss for s in kept] == [True, True, False]
     assert [s.in_loss for s in masked] == [True, False, False]
     assert [s.advantage for s in masked] == [1.0, -1.0, 0.0]
+
+
+@pytest.mark.parametrize(("groups", "count", "sizes"), [(3, 2, [1, 2]), (1, 2, [0, 1]), (0, 2, [0, 0]), (5, 4, [1, 1, 1, 2])])  # fmt: skip
+def test_a_batch_cut_short_still_splits(groups, count, sizes):
+    parts = split_minibatches([[sample(2, [-0.1])]] * groups, count)
+    assert [len(part) for part in parts] == sizes

@@ -1,0 +1,69 @@
+"""Rollouts whose batch was cut short: fewer groups than updates, and none at all."""
+
+import pytest
+import torch
+from builders import completion, score
+from tiny_models import load_tiny, write_tiny
+
+from qerl.config.load import load_config
+from qerl.objective.advantage import advantages
+from qerl.objective.batch import make_samples
+from qerl.records import Group, Outcome
+from qerl.train.learn import learn
+from qerl.train.optimizer import make_optimizer
+from qerl.train.timing import StageTimer
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("tiny")
+    write_tiny(path)
+    return path
+
+
+def learn_from(folder, groups, *settings):
+    config = load_config(None, ["optim.updates_per_rollout=2", "lora.rank=2", *settings])
+    model = load_tiny(folder, lora=config.lora, seed=0)
+    before = {name: parameter.detach().clone() for name, parameter in model.trainable_parameters().items()}
+    values = advantages([[s.reward for s in group.scores] for group in groups])
+    samples = make_samples(groups, values, mask_truncated=False)
+    optimizer = make_optimizer(model.trainable_parameters(), config.optim)
+    stats = learn(config, model, optimizer, samples, noise=None, completed=0, timer=StageTimer())
+    moved = any(not torch.equal(before[name], p) for name, p in model.trainable_parameters().items())
+    return stats.metrics(), moved
+
+
+def group_of(outcomes):
+    """Answers of 1, 2, 3 … tokens, at log-probs near those of a random model with 96 words."""
+    completions = tuple(completion(3, [-4.6, -4.2, -4.9][: i + 1], key=i) for i in range(len(outcomes)))
+    return Group(prompt=completions[0].prompt, completions=completions, scores=tuple(map(score, outcomes)))
+
+
+def test_one_group_for_two_updates_makes_one_update_that_is_on_policy(folder):
+    metrics, moved = learn_from(folder, [group_of([Outcome.CORRECT, Outcome.WRONG])])
+    assert (metrics["updates"], metrics["skipped_updates"]) == (1, 1) and moved
+    assert metrics["entropy"] > 0 and "mismatch_kl" in metrics, "the sampling parameters are still in force"
+
+
+@pytest.mark.parametrize("settings", [(), ("objective.denominator=recomputed",), ("objective.type=gspo",)])
+def test_no_group_makes_no_update(folder, settings):
+    metrics, moved = learn_from(folder, [], *settings)
+    assert (metrics["updates"], metrics["skipped_updates"], metrics["loss"]) == (0, 2, 0.0) and not moved
+
+
+def test_groups_outside_the_loss_make_no_update(folder):
+    metrics, moved = learn_from(folder, [group_of([Outcome.UNSCORABLE] * 2)] * 2)
+    assert (metrics["updates"], metrics["skipped_updates"]) == (0, 2) and not moved
+
+
+@pytest.mark.parametrize("kind", ["grpo", "dapo", "dr_grpo", "bnpo", "gspo", "cispo"])
+@pytest.mark.parametrize("weights", [(), ("objective.is_level=sequence", "objective.is_mode=mask")])
+def test_every_objective_is_the_same_under_any_packing(folder, kind, weights):
+    """Sequences are whole in every micro-batch, so sequence ratios and weights do not depend on the cut either."""
+    groups = [group_of([Outcome.CORRECT, Outcome.WRONG, Outcome.WRONG])] * 3
+    settings = [f"objective.type={kind}", "objective.denominator=recomputed", *weights]
+    settings += ["rollout.max_prompt_tokens=3", "rollout.max_new_tokens=3", "optim.updates_per_rollout=1"]
+    small, _ = learn_from(folder, groups, *settings, "train.token_budget=7", "rollout.prompts_per_step=3")
+    large, _ = learn_from(folder, groups, *settings, "train.token_budget=99", "rollout.prompts_per_step=3")
+    assert small["grad_norm"] > 1e-3
+    assert small == pytest.approx(large, rel=1e-5, abs=1e-7)
