@@ -315,11 +315,14 @@ def check_choices(fmt: WeightFormat, method: str, rounding: str) -> None:
             )
 
 
-# Rows are processed in slices of about this many elements: bounds temporaries and stays in cache.
-_SLICE_ELEMENTS = 1 << 20
+def slice_elements(device: torch.device, *, search: bool = False) -> int:
+    """How many weights to work on at once: bounds temporaries, stays in a CPU's cache, keeps a GPU busy."""
+    if device.type != "cpu":
+        return 1 << 25
+    return 1 << 18 if search else 1 << 20
 
 
-def row_slices(d_out: int, d_in: int, elements: int = _SLICE_ELEMENTS) -> list[slice]:
-    """Slices that cover all rows, each of about `elements` elements."""
-    step = max(1, elements // d_in)
+def row_slices(d_out: int, d_in: int, device: torch.device, *, search: bool = False) -> list[slice]:
+    """Slices that cover all rows, each of about `slice_elements` weights."""
+    step = max(1, slice_elements(device, search=search) // d_in)
     return [slice(start, start + step) for start in range(0, d_out, step)]

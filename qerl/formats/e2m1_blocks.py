@@ -25,7 +25,7 @@ from qerl.formats.base import (
     check_weight,
     row_slices,
 )
-from qerl.formats.search import SLICE_ELEMENTS, least_error
+from qerl.formats.search import least_error
 
 DIVISOR = "global_scale"
 
@@ -109,7 +109,7 @@ class E2m1Format(WeightFormat):
         """float32 [O, B]."""
         d_out, d_in = weight.shape
         amax_OB = torch.empty(d_out, -(-d_in // self.block), device=weight.device)
-        for part in row_slices(d_out, d_in):
+        for part in row_slices(d_out, d_in, weight.device):
             amax_OB[part] = self._blocks(weight[part]).abs().amax(-1)
         return amax_OB
 
@@ -120,7 +120,7 @@ class E2m1Format(WeightFormat):
         importance_BK = None if importance_I is None else self._blocks(importance_I[None])[0]
         divisor_O = self.row_divisor(scales)
         all_scales_OB = scales.tensors["block_scales"]
-        for part in row_slices(*scales.shape, elements=SLICE_ELEMENTS):
+        for part in row_slices(*scales.shape, weight.device, search=True):
             divisor_o = None if divisor_O is None else divisor_O[part]
 
             def round_trip(w_OBK: Tensor, bytes_OB: Tensor, divisor_o: Tensor | None = divisor_o) -> Tensor:
@@ -136,7 +136,7 @@ class E2m1Format(WeightFormat):
         scales_OB = scales.tensors["block_scales"]
         steps_OB = self._steps(scales_OB, self.row_divisor(scales))
         packed = torch.empty(d_out, scales_OB.shape[1] * self.block // 2, dtype=torch.uint8, device=weight.device)
-        for part in row_slices(d_out, d_in):
+        for part in row_slices(d_out, d_in, weight.device):
             codes = self.codes(self._blocks(weight[part]), steps_OB[part], scales_OB[part], scales)
             packed[part] = e2m1.pack(codes.flatten(1))
         tensors = {"packed": packed, **scales.tensors}
@@ -222,7 +222,7 @@ class E2m1Format(WeightFormat):
         """codes * factors [d_out, d_in]: the product in float32, then cast."""
         d_out, d_in = packed.shape
         out = torch.empty(d_out, d_in, dtype=dtype, device=factors_OB.device)
-        for part in row_slices(d_out, d_in):
+        for part in row_slices(d_out, d_in, out.device):
             q = e2m1.unpack(packed.tensors["packed"][part]).view(-1, factors_OB.shape[1], self.block)
             out[part] = q.mul_(factors_OB[part, :, None]).flatten(1)[:, :d_in]
         return out

@@ -67,7 +67,7 @@ class Fp8Format(WeightFormat):
     def quantize_with_scales(self, weight: Tensor, scales: BlockScales) -> PackedWeight:
         divisor_O = scales.tensors["divisor"]
         codes = torch.empty(scales.shape, dtype=torch.float8_e4m3fn, device=weight.device)
-        for part in row_slices(*scales.shape):
+        for part in row_slices(*scales.shape, weight.device):
             codes[part] = _encode(weight[part].float() * divisor_O[part, None])
         tensors = {"codes": codes, "divisor": divisor_O}
         return PackedWeight(format=self.name, shape=scales.shape, tensors=tensors, segments=scales.segments)
@@ -83,7 +83,7 @@ class Fp8Format(WeightFormat):
     def dequantize(self, packed: PackedWeight, dtype: torch.dtype = torch.float32) -> Tensor:
         codes, divisor_O = packed.tensors["codes"], packed.tensors["divisor"]
         out = torch.empty(packed.shape, dtype=dtype, device=codes.device)
-        for part in row_slices(*packed.shape):
+        for part in row_slices(*packed.shape, out.device):
             out[part] = codes[part].float() / divisor_O[part, None]
         return out
 

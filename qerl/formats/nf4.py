@@ -40,8 +40,9 @@ from qerl.formats.base import (
     check_finite,
     check_weight,
     segment_range,
+    slice_elements,
 )
-from qerl.formats.search import SLICE_ELEMENTS, least_error
+from qerl.formats.search import least_error
 
 BLOCK = 64
 SMALLEST_ABSMAX = 1e-38
@@ -132,14 +133,16 @@ class Nf4Format(WeightFormat):
         reach = weight.abs().amax().float()
         check_finite(reach, name)
         absmax = []
+        size = slice_elements(weight.device, search=True)
         for flat in _projections(weight, rows):
-            for start in range(0, flat.numel(), SLICE_ELEMENTS):
-                w_NK = _blocks(flat[start : start + SLICE_ELEMENTS])
+            for start in range(0, flat.numel(), size):
+                part = flat[start : start + size]
+                w_NK = _blocks(part)
                 absmax_N = w_NK.abs().amax(-1)
-                if start + SLICE_ELEMENTS >= flat.numel() and flat.numel() % BLOCK:
+                if part.numel() % BLOCK:
                     absmax_N[-1].clamp_(min=SMALLEST_ABSMAX)
                 if method == "mse":
-                    absmax_N = _search(w_NK, absmax_N, _importance(importance_I, start, flat.numel()))
+                    absmax_N = _search(w_NK, absmax_N, _importance(importance_I, start, part.numel()))
                 absmax.append(absmax_N)
         return BlockScales(
             format=self.name,
@@ -153,9 +156,10 @@ class Nf4Format(WeightFormat):
     def quantize_with_scales(self, weight: Tensor, scales: BlockScales) -> PackedWeight:
         absmax = scales.tensors["absmax"]
         packed, first = [], 0
+        size = slice_elements(weight.device)
         for flat in _projections(weight, scales.segments):
-            for start in range(0, flat.numel(), SLICE_ELEMENTS):
-                part = flat[start : start + SLICE_ELEMENTS]
+            for start in range(0, flat.numel(), size):
+                part = flat[start : start + size]
                 x_NK = _blocks(part)
                 absmax_N1 = absmax[first : first + x_NK.shape[0], None]
                 first += x_NK.shape[0]
@@ -204,8 +208,8 @@ class Nf4Format(WeightFormat):
         for rows in packed.segments:
             count = rows * d_in
             flat = out[first_row : first_row + rows].view(-1)
-            for start in range(0, count, SLICE_ELEMENTS):
-                size = min(SLICE_ELEMENTS, count - start)
+            for start in range(0, count, slice_elements(out.device)):
+                size = min(slice_elements(out.device), count - start)
                 begin = first_byte + start // 2
                 pairs = data[begin : begin + -(-size // 2)]
                 codes = torch.stack((pairs >> 4, pairs & 15), dim=1).view(-1)[:size]
@@ -282,11 +286,11 @@ def _search(w_NK: Tensor, absmax_N: Tensor, importance_NK: Tensor | None) -> Ten
     return least_error(w_NK, [best_N, torch.where(usable_N, fitted_N, best_N)], round_trip, importance_NK)
 
 
-def _importance(importance_I: Tensor | None, start: int, elements: int) -> Tensor | None:
-    """Weights of the elements of a slice of a flattened projection, as blocks."""
+def _importance(importance_I: Tensor | None, start: int, count: int) -> Tensor | None:
+    """Weights of `count` elements of a flattened projection, from `start` on, as blocks."""
     if importance_I is None:
         return None
-    index = torch.arange(start, min(start + SLICE_ELEMENTS, elements), device=importance_I.device)
+    index = torch.arange(start, start + count, device=importance_I.device)
     return _blocks(importance_I[index % importance_I.numel()])
 
 

@@ -10,9 +10,6 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-# A search works through this many elements at a time, so that its temporaries stay in cache.
-SLICE_ELEMENTS = 1 << 18
-
 
 def squared_error(w_NK: Tensor, w_hat_NK: Tensor, importance_NK: Tensor | None = None) -> Tensor:
     """Sum over each block of importance * (w_hat - w)^2, float32 [N]; overwrites `w_hat_NK`."""
