@@ -22,6 +22,10 @@ from typing import Any
 from qerl.config.aqn import AqnControllerConfig
 
 
+LEAST_ENTROPY = 1e-6
+"""Nats a token below which a reference entropy is not divided by."""
+
+
 class Guard(IntEnum):
     """What set the error of a rollout."""
 
@@ -153,10 +157,10 @@ class Controller:
         return value if mean is None else mean + self.config.smoothing * (value - mean)
 
     def _entropy_ratio(self) -> float:
-        """Smoothed entropy over the reference; 1 when the reference is 0 and says nothing."""
+        """Smoothed entropy over the reference; 1 where the reference is practically 0 and says nothing."""
         state = self.state
-        assert state.entropy is not None
-        return state.entropy / state.reference_entropy if state.reference_entropy else 1.0
+        assert state.entropy is not None and state.reference_entropy is not None
+        return state.entropy / state.reference_entropy if state.reference_entropy > LEAST_ENTROPY else 1.0
 
     def _error(self) -> tuple[float, Guard]:
         state, config = self.state, self.config
