@@ -51,6 +51,21 @@ def config_warnings(config: Config) -> list[str]:
             "objective.noise=absent with denominator=behavior divides the clean policy by the noisy one, so clipping acts as a "
             "noise filter: for ablation only (docs/objectives.md)."
         )
+    if objective.type == "gspo" and objective.denominator == "behavior" and config.model.dtype != "float32":
+        found.append(
+            "objective.type=gspo clips the mean log ratio of an answer at a few 1e-4, and with denominator=behavior engine and trainer "
+            f"round apart by about as much in {config.model.dtype}: use objective.denominator=recomputed."
+        )
+    if objective.kl_coef > 0 and objective.kl_estimator == "k1":
+        found.append(
+            "objective.kl_estimator=k1 in the loss has a gradient that averages to zero: it adds noise and holds the policy back "
+            "from nothing. Use k2 or k3."
+        )
+    if objective.is_cap == "unbounded":
+        found.append(
+            "objective.is_cap=unbounded lets the weight of a single token or answer be of any size, and dominate an update "
+            "(importance_weight/max)."
+        )
     return found
 
 

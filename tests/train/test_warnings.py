@@ -167,3 +167,19 @@ def test_prompts_without_a_chat_template_are_named():
 def test_settings_with_a_price_are_named():
     assert config_warnings(config()) == []
     assert len(config_warnings(config("rollout.top_p=0.9"))) == 1
+    assert len(config_warnings(config("objective.noise=absent", "objective.denominator=behavior"))) == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "harmless", "piece"),
+    [
+        (["objective.type=gspo"], ["objective.denominator=recomputed"], "denominator=recomputed"),
+        (["objective.type=gspo"], ["model.dtype=float32"], "denominator=recomputed"),
+        (["objective.kl_coef=0.1", "objective.kl_estimator=k1"], ["objective.kl_estimator=k2"], "averages to zero"),
+        (["objective.denominator=recomputed", "objective.is_cap=unbounded"], ["objective.is_cap=5"], "of any size"),
+    ],
+)
+def test_legal_settings_that_do_not_do_what_they_seem_to(settings, harmless, piece):
+    (text,) = config_warnings(config(*settings))
+    assert piece in text
+    assert config_warnings(config(*settings, *harmless)) == []
