@@ -173,6 +173,8 @@ class Root:
     kl: float
     reached: bool
     """The KL is within tolerance of the target."""
+    beyond: bool = False
+    """The target lies above the KL at the largest level that is tried."""
 
 
 def solve_level(kl_of: Callable[[float], float], target: float, *, start: float, tolerance: float) -> Root:
@@ -193,10 +195,12 @@ def solve_level(kl_of: Callable[[float], float], target: float, *, start: float,
     for _ in range(MOST_STEPS):
         kl = kl_of(level)
         error = abs(kl - target)
-        if error < abs(best.kl - target):
+        if error <= abs(best.kl - target):
             best = Root(level=level, kl=kl, reached=error <= tolerance * target)
-        if best.reached or level >= LARGEST_LEVEL:
+        if best.reached:
             break
+        if level >= LARGEST_LEVEL and kl < target:
+            return replace(best, beyond=True)
         if kl < target:
             low = level
         else:
@@ -295,10 +299,10 @@ def calibrate(
 def _missed(root: Root, target: float, stage: int, setting: str) -> list[str]:
     if root.reached:
         return []
-    if root.level >= LARGEST_LEVEL:
+    if root.beyond:
         raise TrainingError(
             f"{setting}: no noise reaches the KL that stage {stage} asks for",
-            got=f"{root.kl:.3g} nats a token at sigma {root.level:g}",
+            got=f"at most {root.kl:.3g} nats a token, at sigma {root.level:.3g}",
             expected=f"{target:.3g}",
             remedy="Lower aqn.sigma_start",
         )
