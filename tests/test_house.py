@@ -114,7 +114,7 @@ def test_light_modules_load_no_torch():
     assert result.returncode == 0, result.stderr
 
 
-@pytest.mark.parametrize("folder", ["qerl", "tests", "scripts"])
+@pytest.mark.parametrize("folder", ["qerl", "tests", "scripts", "benchmarks"])
 def test_files_are_short_enough_to_read(folder):
     lengths = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in (ROOT / folder).rglob("*.py")}
     long = {str(path.relative_to(ROOT)): length for path, length in lengths.items() if length > LONGEST_FILE}
@@ -197,7 +197,7 @@ def test_the_readme_opens_with_the_two_commands_and_ci_runs_the_second():
 
 def test_no_file_holds_a_path_of_someones_machine():
     pattern = re.compile(r"/(?:home|Users|root|work|tmp)/\w|\.\./[s]hared")
-    folders = ("qerl", "tests", "scripts", "configs", "docs", ".ci")
+    folders = ("qerl", "tests", "scripts", "benchmarks", "configs", "docs", ".ci")
     files = [*ROOT.glob("*.*"), ROOT / "Makefile", *(path for folder in folders for path in (ROOT / folder).rglob("*"))]
     for path in files:
         if path.is_file() and path.suffix in {"", ".py", ".md", ".yaml", ".toml", ".txt", ".json", ".jinja"}:
