@@ -28,7 +28,7 @@ from torch import Tensor
 
 from qerl.config.schema import PROJECTIONS, Config
 from qerl.formats import get_format
-from qerl.model.decoder import Decoder
+from qerl.model.decoder import Decoder, DecoderLayer
 from qerl.model.spec import ModelSpec
 from qerl.model.storage import group_formats
 
@@ -157,7 +157,8 @@ def measure_resident(model: Decoder, optimizer: torch.optim.Optimizer | None) ->
     adapters = [p for linear in linears if linear.lora is not None for p in linear.lora.parameters()]
     head = [model.lm_head] if model.packed_head is None else list(model.packed_head.tensors.values())
     norms = [p for name, p in model.named_parameters() if name.endswith("norm")]
-    references = [norm for layer in model.layers for norm in layer.reference_norms.values()]
+    layers = [layer for layer in model.layers if isinstance(layer, DecoderLayer)]
+    references = [norm for layer in layers for norm in layer.reference_norms.values()]
     owners = {
         "base_weights": sum(linear.weight.nbytes() for linear in linears) + _bytes(linear.bias_O for linear in linears),
         "dense_cache": _bytes([model.dense_head, *(x.dense_OI for x in linears if x.weight.format != "bf16")]),

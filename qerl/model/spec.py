@@ -321,6 +321,13 @@ def read_quantization(quantization: Mapping[str, Any] | None, source: str) -> tu
     if not isinstance(groups, Mapping) or not groups:
         raise CheckpointError(f"{source}: quantization_config names no config_groups", expected="at least one group")
     for name, group in groups.items():
+        if group.get("format") not in (None, layout):
+            raise CheckpointError(
+                f"{source}: config_groups.{name} has a layout of its own",
+                got=group["format"],
+                expected=layout,
+                remedy=remedy,
+            )
         _check_weights(group.get("weights") or {}, layout, f"{source}: config_groups.{name}.weights", remedy)
     if any(group.get("input_activations") or group.get("output_activations") for group in groups.values()):
         note = (

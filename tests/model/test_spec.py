@@ -136,6 +136,10 @@ def packed(**changes):
         ({**QWEN2, "quantization_config": packed(kv_cache_scheme={"num_bits": 8})}, "quantized KV cache"),
         ({**QWEN2, "quantization_config": packed(transform_config={"config_groups": {}})}, "rotations"),
         ({**QWEN2, "quantization_config": packed(config_groups={})}, "names no config_groups"),
+        (
+            {**QWEN2, "quantization_config": packed(config_groups={"g": {"format": "float-quantized"}})},
+            "config_groups.g has a layout of its own; got float-quantized",
+        ),
         ({**QWEN2, "quantization_config": packed(num_bits=8)}, "num_bits=8.*num_bits=4"),
         ({**QWEN2, "quantization_config": packed(group_size=32)}, "group_size=32.*group_size=16"),
         ({**QWEN2, "quantization_config": packed(symmetric=False)}, "symmetric=False"),
