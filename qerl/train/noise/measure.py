@@ -267,7 +267,9 @@ def calibrate(
     """
     aqn, warnings = config.aqn, []
     batch.policy_changed()
-    scheduled = state.sigma
+    mode, scheduled = state.mode, state.sigma
+    # Levels are searched for single draws; what has accumulated is added when the effect is measured.
+    state = replace(state, mode="replace")
     if aqn.magnitude == "sensitivity":
         state = replace(state, site_scales=site_scales(batch, state, aqn.sensitivity_cap))
     if aqn.magnitude == "kl":
@@ -281,7 +283,7 @@ def calibrate(
         root = solve_level(kl_at(batch, state), target, start=state.sigma, tolerance=aqn.calibration.tolerance)
         state = replace(state, factor=root.level / state.sigma)
         warnings += _missed(root, target, state.stage, "aqn.match_budget")
-    effect = batch.effect(draws_for(complete(state)).materialize(batch.model))
+    effect = batch.effect(draws_for(complete(replace(state, mode=mode))).materialize(batch.model))
     batch.policy_changed()
     calibration = Calibration(
         stage=state.stage,
