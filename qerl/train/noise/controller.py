@@ -21,7 +21,6 @@ from typing import Any
 
 from qerl.config.aqn import AqnControllerConfig
 
-
 LEAST_ENTROPY = 1e-6
 """Nats a token below which a reference entropy is not divided by."""
 
