@@ -30,6 +30,8 @@ EXAMPLES = {
     "rollout": ("runs/demo --data arithmetic:test --n 8 --limit 64 --out samples",),
     "quantize": ("Qwen2.5-3B-Instruct --out models/Qwen2.5-3B-NVFP4",),
     "report": ("runs/demo", "configs/demo.yaml --out demo.html"),
+    "validate": ("configs/demo.yaml", "configs/demo.yaml data.train=gsm8k"),
+    "rescore": ("runs/demo --step 3", "runs/demo --rollout 2 --rows 0-7,12"),
 }
 
 
@@ -262,6 +264,56 @@ def report(
     _print_facts({"report": write_report(folder, out)})
 
 
+@app.command(epilog=_examples("validate"))
+def validate(settings: Settings = None) -> None:
+    """Check before training: prompts, tokens that end an answer, scores of right and wrong answers, greedy answers."""
+    config_file, overrides = _split(settings)
+    from qerl.config.load import load_config
+    from qerl.train.validate import validate as run_checks
+
+    checks = run_checks(load_config(config_file, overrides))
+    for check in checks:
+        typer.echo(f"{'ok  ' if check.passed else 'FAIL'}  {check.name}")
+        for line in check.lines:
+            typer.echo(f"      {line}")
+    if not all(check.passed for check in checks):
+        raise typer.Exit(1)
+
+
+@app.command(epilog=_examples("rescore"))
+def rescore(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="Run folder with behavior records and kept adapters.")],
+    settings: Settings = None,
+    step: Annotated[int | None, typer.Option(metavar="N", help="Step of the run, from 1.")] = None,
+    rollout: Annotated[
+        int | None, typer.Option(metavar="N", help="Rollout instead; step N learned from N - 1.")
+    ] = None,
+    rows: Annotated[
+        str | None, typer.Option(metavar="LIST", help="Rows of the record, as 0-9,12; all if not given.")
+    ] = None,
+) -> None:
+    """Recompute the log-probs of recorded answers and compare; exit code 1 beyond the tolerance."""
+    config_file, overrides = _split(settings)
+    if config_file is not None:
+        raise ConfigError("a run brings its own configuration", got=config_file, remedy="Give settings as key=value")
+    from qerl.train.rescore import rescore as run_rescore
+
+    result = run_rescore(run, overrides, step=step, rollout=rollout, rows=rows)
+    limit = result.tolerance
+    _print_facts(
+        {
+            "rollout": f"{result.rollout} (step {result.rollout + 1}), {result.rows} answers, {result.tokens} tokens",
+            "noise": result.noise,
+            "largest": f"{result.largest:.3g} nats ({result.worst})",
+            "mean": f"{result.mean:.3g} nats; mean |difference of probabilities| {result.mean_abs_prob_difference:.3g}",
+            "tolerance": f"largest {limit.largest:g}, mean {limit.mean:g} ({result.dtype})",
+            "verdict": "within tolerance" if result.within else "BEYOND TOLERANCE",
+        }
+    )
+    if not result.within:
+        raise typer.Exit(1)
+
+
 @app.command()
 def env(as_json: Annotated[bool, typer.Option("--json", help="As JSON, as in a run's env.json.")] = False) -> None:
     """Print versions, machine and source commit, ready to paste into an issue."""
@@ -305,16 +357,6 @@ def _print_facts(facts: dict[str, Any]) -> None:
     width = max(map(len, facts))
     for name, value in facts.items():
         typer.echo(f"{name:<{width}}  {value}")
-
-
-def _quality_facts(quality: dict[str, Any]) -> dict[str, Any]:
-    total = quality["total"]
-    worst = quality["tensors"][total["worst"]]["relative_error"]
-    return {
-        "tensors": total["tensors"],
-        "bytes": f"{total['bytes'] / 1e6:.1f} MB, {total['dense_bytes'] / total['bytes']:.2f}x smaller",
-        "error": f"{total['relative_error']:.4f} of the weights' norm; worst {worst:.4f} ({total['worst']})",
-    }
 
 
 def _write_json(path: Path, value: Any) -> None:

@@ -17,7 +17,7 @@ from qerl.metrics.behavior import read_behavior
 from qerl.metrics.run_dir import RunDir
 from qerl.model.checkpoint import resolve_model_path
 
-VERBS = ("train", "eval", "rollout", "quantize", "report", "env")
+VERBS = ("train", "eval", "rollout", "quantize", "report", "validate", "rescore", "env")
 ROOT = Path(__file__).resolve().parents[1]
 SMALL = (
     "model.path=demo",

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from qerl.kernels.token_logprobs import token_logprobs
 from qerl.model.aqn import Noise
-from qerl.model.attention import PackedSequences
 from qerl.model.decoder import Decoder
 from qerl.objective.batch import Sample, pack
 from qerl.records import Completion, TrainBatch
@@ -27,20 +26,9 @@ def pack_answers(completions: Sequence[Completion], token_budget: int, device: t
     return list(pack(samples, token_budget, device))
 
 
-def packed_context(batch: TrainBatch) -> PackedSequences:
-    """How the tokens of a batch attend, and whose they are."""
-    answer_lengths_S = torch.bincount(batch.sequence_N, minlength=batch.num_sequences)
-    return PackedSequences(
-        batch.cu_seqlens_S1,
-        batch.positions_T,
-        sample_keys_S=batch.sample_keys_S,
-        prompt_lengths_S=batch.cu_seqlens_S1.diff() - answer_lengths_S,
-    )
-
-
 def answer_hidden(model: Decoder, batch: TrainBatch, noise: Noise | None, *, adapters: bool = True) -> Tensor:
     """Hidden states [N, D] that predict the answer tokens of a batch."""
-    return model(batch.tokens_T, packed_context(batch), noise=noise, adapters=adapters)[batch.predictor_N]
+    return model(batch.tokens_T, batch.context(), noise=noise, adapters=adapters)[batch.predictor_N]
 
 
 def answer_logprobs(

@@ -26,7 +26,6 @@ from qerl.model.aqn import Noise, NoisePass
 from qerl.model.decoder import Decoder
 from qerl.model.linear import GroupedLinear
 from qerl.records import TrainBatch
-from qerl.train.diagnostics.passes import packed_context
 
 DRAWS = 16
 MAX_LAYERS = 8
@@ -45,7 +44,7 @@ def perturbation_metrics(model: Decoder, batch: TrainBatch, noises: Sequence[Noi
         batch: packed probe answers.
         noises: M >= 2 independent draws. A norm without noise gives no metric.
     """
-    context = packed_context(batch)
+    context = batch.context()
     passes = [noise.for_pass(context) for noise in noises]
     rows_T = batch.predictor_N[:MAX_TOKENS]
     chosen = set(_spread(model.spec.num_layers))
