@@ -1,16 +1,20 @@
-"""How far a packed weight is from the weight it was made of."""
+"""How far quantized tensors are from the tensors they were made of."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.linalg import vector_norm
 
-from qerl.formats import PackedWeight, dequantize
+_PART_ELEMENTS = 1 << 24
+
+IDEAL_BYTES = 9 / 16
+"""Bytes a weight of NVFP4 without padding and global scales: 4 bits, and 8 bits for 16 weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,22 +29,35 @@ class TensorQuality:
     nbytes: int
     """Stored bytes, scales included."""
     dense_nbytes: int
-    """Bytes of the tensor as it was read."""
+    """Bytes of the tensor in the plain checkpoint."""
 
     def to_dict(self) -> dict[str, Any]:
         """What `quality.json` holds of it."""
         return {"shape": list(self.shape), **_figures(self.error, self.norm), "bytes": self.nbytes}
 
+    def to_record(self) -> dict[str, Any]:
+        """All fields as JSON values; see `from_record`."""
+        return asdict(self)
 
-def measure(weight: Tensor, packed: PackedWeight) -> TensorQuality:
-    """Compare `weight` [d_out, d_in] with what `packed` stands for; norms in float64."""
-    difference = dequantize(packed).sub_(weight)
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> TensorQuality:
+        """The inverse of `to_record`."""
+        return cls(**{**record, "shape": tuple(record["shape"])})
+
+
+def measure(weight: Tensor, dense: Tensor, *, nbytes: int, dense_nbytes: int) -> TensorQuality:
+    """Compare `weight` [d_out, d_in] with `dense`, what its stored form of `nbytes` stands for; norms in float64."""
+    # By rows: a difference, or a float64 copy, of a whole tensor would be the largest thing in memory.
+    step = max(1, _PART_ELEMENTS // weight.shape[1])
+    parts = list(zip(weight.split(step), dense.split(step), strict=True))
+    errors = [vector_norm(w_hat - w, dtype=torch.float64) for w, w_hat in parts]
+    norms = [vector_norm(w, dtype=torch.float64) for w, _ in parts]
     return TensorQuality(
-        shape=packed.shape,
-        error=float(vector_norm(difference, dtype=torch.float64)),
-        norm=float(vector_norm(weight, dtype=torch.float64)),
-        nbytes=packed.nbytes(),
-        dense_nbytes=weight.numel() * weight.element_size(),
+        shape=(weight.shape[0], weight.shape[1]),
+        error=float(vector_norm(torch.stack(errors))),
+        norm=float(vector_norm(torch.stack(norms))),
+        nbytes=nbytes,
+        dense_nbytes=dense_nbytes,
     )
 
 
@@ -48,12 +65,16 @@ def summary(tensors: dict[str, TensorQuality]) -> dict[str, Any]:
     """Figures over all tensors together, and the name of the worst one."""
     parts = tensors.values()
     error, norm = (math.hypot(*values) for values in ([p.error for p in parts], [p.norm for p in parts]))
+    stored = sum(part.nbytes for part in parts)
+    weights = sum(math.prod(part.shape) for part in parts)
     return {
         "tensors": len(tensors),
         **_figures(error, norm),
         "worst": max(tensors, key=lambda name: _relative(tensors[name].error, tensors[name].norm)),
-        "bytes": sum(part.nbytes for part in parts),
+        "bytes": stored,
         "dense_bytes": sum(part.dense_nbytes for part in parts),
+        "bytes_per_weight": stored / weights,
+        "over_ideal": stored / weights / IDEAL_BYTES,
     }
 
 

@@ -232,13 +232,6 @@ def test_a_failure_leaves_nothing_behind(plain, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["nan"]
 
 
-def test_a_leftover_of_an_interrupted_run_is_replaced(plain, tmp_path):
-    (tmp_path / "out.partial").mkdir()
-    (tmp_path / "out.partial" / "shard-0.safetensors").write_bytes(b"half")
-    quantize_checkpoint(plain, tmp_path / "out")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
-
-
 def test_a_quantized_source_is_refused(quantized, tmp_path):
     with pytest.raises(CheckpointError, match="quantized already"):
         quantize_checkpoint(quantized[0], tmp_path / "again")
@@ -283,8 +276,11 @@ def test_inputs_that_do_not_fill_blocks_are_refused(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "error", "message"),
     [
-        ({"format": "bf16"}, ConfigError, "format=bf16.*expected nvfp4"),
-        ({"method": "awq"}, ConfigError, "method=awq.*expected rtn"),
+        ({"format": "bf16"}, ConfigError, "format=bf16.*nvfp4, mxfp4.*plain checkpoint"),
+        ({"format": "nf4"}, ConfigError, "format=nf4.*quantized at load"),
+        ({"method": "awq"}, ConfigError, "needs calibration text.*--calibration"),
+        ({"method": "gptqq"}, ConfigError, "gptqq.*Did you mean gptq"),
+        ({"format": "mxfp4", "method": "four_over_six"}, ConfigError, "mxfp4.*four_over_six.*rtn, mse"),
         ({"rounding": "up"}, FormatError, "'up'.*ct or torchao"),
     ],
 )
