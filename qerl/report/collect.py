@@ -225,15 +225,17 @@ def warnings_of(run: RunData) -> list[str]:
     elif run.status != "finished":
         warnings.insert(0, f"This run was {run.status} at step {run.last_step}{planned}.")
     told = " ".join(warnings)
-    return warnings + [text for metric, text in alarm_warnings(run).items() if metric not in told]
+    return warnings + [text for metric, text in alarm_warnings(run).items() if f": {metric} " not in told]
 
 
 def alarm_warnings(run: RunData) -> dict[str, str]:
-    """Metric -> its highest crossed alarm line. Noise in the engine alone would cross them by itself."""
-    if run.setting("objective.noise") == "absent" and run.setting("aqn.enabled"):
-        return {}
+    """Metric -> its highest crossed alarm line. Lines for equal noise are left out where the trainer sees none: the noise in
+    the engine alone would cross them."""
+    noise_differs = run.setting("objective.noise") == "absent" and run.setting("aqn.enabled")
     worst: dict[str, str] = {}
     for alarm in ALARMS:
+        if noise_differs and alarm.same_noise_only:
+            continue
         steps, values = run.series(alarm.metric)
         over = [step for step, value in zip(steps, values, strict=True) if value > alarm.level]
         if over:

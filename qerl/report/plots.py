@@ -7,6 +7,14 @@ from typing import TYPE_CHECKING
 
 from qerl.report.collect import RunData
 from qerl.report.plot_parts import SMOOTH_FROM, Panel, add_band, add_level, add_line, binned, new_figure, rounded
+from qerl.report.plots_diagnostics import (
+    canary_panel,
+    causes_panel,
+    diversity_panel,
+    information_panel,
+    perturbation_panel,
+    probe_panel,
+)
 from qerl.report.plots_machine import logprob_panel, memory_panel, probability_panel, speed_panel, stages_panel
 
 if TYPE_CHECKING:
@@ -222,14 +230,20 @@ _BUILDERS: tuple[Callable[[RunData], Panel | None], ...] = (
     accuracy_panel,
     reward_panel,
     entropy_panel,
+    probe_panel,
+    information_panel,
     sigma_panel,
     length_panel,
     groups_panel,
     outcomes_panel,
+    diversity_panel,
     gradient_panel,
     clip_panel,
     probability_panel,
     logprob_panel,
+    causes_panel,
+    canary_panel,
+    perturbation_panel,
     stages_panel,
     speed_panel,
     memory_panel,

@@ -78,10 +78,18 @@ def step_metrics(step: int, steps: int, rng: random.Random) -> dict[str, float]:
     unparsable = 0.06 * (1 - progress) ** 2
     cut = 0.04 * (1 - progress)
     difference = 2e-6 * (1 + 0.3 * rng.random())
-    seconds = {"rollout": 0.62, "reward": 0.03, "logprobs": 0.05, "backward": 0.5, "optimizer": 0.012, "noise": 0.004}
+    seconds = {
+        "rollout": 0.62,
+        "reward": 0.03,
+        "logprobs": 0.05,
+        "backward": 0.5,
+        "optimizer": 0.012,
+        "noise": 0.004,
+        "diagnostics": 0.01,
+    }
     timing = {f"time/{name}": value * (1 + 0.12 * rng.random()) * length / 28 for name, value in seconds.items()}
     total = sum(timing.values()) + 0.02
-    return {
+    return (diagnostics_metrics(noise, rng) if step % 5 == 1 else {}) | {
         "policy_version": step,
         "reward": accuracy,
         "reward_std": math.sqrt(accuracy * (1 - accuracy)),
@@ -125,6 +133,11 @@ def step_metrics(step: int, steps: int, rng: random.Random) -> dict[str, float]:
         "tokens/prompt": 256 * 30,
         "tokens/completion": answer_tokens,
         "dropped_prompts": 0,
+        "answers/distinct": 4.5 - 2.5 * progress,
+        "paths/distinct_correct": 1.5 + progress,
+        "canary/adapter_size": 0.01 * step,
+        "canary/adapter_effect": 0.02 * step,
+        "canary/engine_difference": difference,
         **timing,
         "time/evaluate": 0.0,
         "time/save": 0.01,
@@ -133,6 +146,19 @@ def step_metrics(step: int, steps: int, rng: random.Random) -> dict[str, float]:
         "rollout/tokens_per_second": answer_tokens / timing["time/rollout"],
         "memory/rss_gb": 0.9 + 0.1 * progress,
     }
+
+
+def diagnostics_metrics(noise: float, rng: random.Random) -> dict[str, float]:
+    information = 0.3 * noise**2
+    entropies = {"tempered": 0.4, "conditional": 0.4, "mixture": 0.4 + information}
+    found = {f"probe/entropy_{name}/by_token": value for name, value in entropies.items()}
+    found["probe/information/by_token"] = information
+    found |= {f"mismatch/{c}/mean_abs_prob_difference": v for c, v in (("kernel", 1e-6), ("staleness", 2e-3))}
+    if noise:
+        found["mismatch/noise/mean_abs_prob_difference"] = 0.3 * noise * (1 + 0.1 * rng.random())
+        found |= {f"perturbation/{name}/relative": 0.6 * noise for name in ("q", "k", "v", "gate", "up")}
+        found |= {f"perturbation/{pair}/dependence": 0.5 for pair in ("q_k", "q_v", "k_v", "gate_up")}
+    return found
 
 
 def evaluation_metrics(accuracy: float, count: int) -> dict[str, float]:

@@ -78,6 +78,15 @@ def test_alarm_lines_do_not_hold_for_noise_that_the_trainer_leaves_out(tmp_path)
     assert not [text for text in warnings_of(read_run(run.path)) if "mean_abs" in text]
 
 
+def test_the_kernel_terms_alarm_lines_hold_whatever_the_trainer_leaves_out(tmp_path):
+    run = RunDir.create(tmp_path / "run")
+    run.write_text(run.config_path, "objective: {noise: absent}\naqn: {enabled: true}\n")
+    key = "mismatch/kernel/mean_abs_prob_difference"
+    run.append_metrics(1, {"mean_abs_prob_difference": 0.02, key: 0.007})
+    (told,) = [text for text in warnings_of(read_run(run.path)) if "mean_abs" in text]
+    assert told.startswith(f"Warning: {key} was above 0.005")
+
+
 def test_an_alarm_that_the_run_itself_told_is_not_told_twice(tmp_path):
     run = RunDir.create(tmp_path / "run")
     run.append_metrics(1, {"mean_abs_prob_difference": 0.02})

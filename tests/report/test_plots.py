@@ -5,6 +5,7 @@ from qerl.metrics.run_dir import RunDir
 from qerl.report.collect import read_run
 from qerl.report.plot_parts import binned, log_axis, running_mean
 from qerl.report.plots import accuracy_panel, groups_panel, panels, reward_panel, sigma_panel
+from qerl.report.plots_diagnostics import causes_panel, information_panel, perturbation_panel, probe_panel
 from qerl.report.plots_machine import MOST_BARS, probability_panel, stages_panel
 
 
@@ -54,6 +55,32 @@ def test_alarm_lines_are_drawn_at_their_levels_inside_the_axis(run):
     low, high = figure.layout.yaxis.range
     assert low <= -6
     assert high >= -1
+
+
+def test_causes_of_mismatch_have_a_line_each_and_the_alarm_lines_are_the_kernels(run):
+    figure = causes_panel(run).figure
+    assert [part.name for part in figure.data] == ["noise", "updates of the step", "kernels and formats"]
+    assert [shape.label.text for shape in figure.layout.shapes] == ["warning (kernels)", "fault (kernels)"]
+    assert list(figure.data[2].x) == [1, 6, 11, 16]
+    assert list(figure.data[0].x) == [6, 11, 16], "the first stage has no noise"
+
+
+def test_probe_entropies_and_what_noise_adds_to_them(run):
+    mixture, conditional, clean = probe_panel(run).figure.data
+    assert "H(O)" in mixture.name and "H(O|z)" in conditional.name and clean.name == "without noise"
+    (information,) = information_panel(run).figure.data
+    for index, value in enumerate(information.y):
+        assert mixture.y[index] - conditional.y[index] == pytest.approx(value, abs=1e-6)
+
+
+def test_a_run_without_noise_has_no_figure_of_information_or_perturbations(tmp_path):
+    run = RunDir.create(tmp_path / "run")
+    run.append_metrics(1, {"probe/entropy_tempered/by_token": 0.4, "probe/information/by_token": 0.0})
+    assert {panel.id for panel in panels(read_run(run.path))} == {"probe"}
+
+
+def test_dependence_of_the_projections_is_said_in_words(run):
+    assert "q–k 0.50" in perturbation_panel(run).caption
 
 
 def test_long_runs_are_averaged_into_few_bars_that_keep_the_mean(tmp_path):
