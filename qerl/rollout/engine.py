@@ -204,6 +204,7 @@ class _Call:
         # Clean prompts are computed without noise, not with noise times zero: their keys and values are those of no noise.
         self.prefill_noise = None if noise is not None and noise.state.prompt == "clean" else noise
         self.decode_noise = decode_noise(noise, rows, engine.device)
+        self.by_sample = noise is not None and noise.by_sample
         self.scheduler = Scheduler(sequences, rows=rows, prefill_tokens=engine.prefill_tokens)
         self.state = RowState(rows, sampling, engine.device)
         self.eos_E = torch.tensor(engine.tokenizer.eos_ids, device=engine.device)
@@ -302,12 +303,14 @@ class _Call:
                 sources.append(bounds[-1] + positions)
                 places.append(slot * slab + positions)
             bounds.append(len(tokens))
-        heads = [start.sequences[0] for start in fresh]
-        packed = PackedSequences(
-            torch.tensor(bounds, device=device),
-            sample_keys_S=torch.tensor([head.sample_key for head in heads], device=device),
-            prompt_lengths_S=torch.tensor([head.prompt_length for head in heads], device=device),
-        )
+        whose: dict[str, Tensor] = {}
+        if self.by_sample:
+            heads = [start.sequences[0] for start in fresh]
+            whose = {
+                "sample_keys_S": torch.tensor([head.sample_key for head in heads], device=device),
+                "prompt_lengths_S": torch.tensor([head.prompt_length for head in heads], device=device),
+            }
+        packed = PackedSequences(torch.tensor(bounds, device=device), **whose)
         source_M, place_M = (torch.from_numpy(np.concatenate(parts)).to(device) for parts in (sources, places))
         return torch.tensor(tokens, device=device), PrefillContext(self.cache, packed, source_M, place_M)
 
@@ -315,7 +318,9 @@ class _Call:
         """Advance every running row by one token; the rows that ended."""
         began = time.perf_counter()
         state, running = self.state, len(self.scheduler.running)
-        samples = SampleRows(keys_S=state.sample_key_R[:running], prompt_lengths_S=state.prompt_length_R[:running])
+        samples = None
+        if self.by_sample:
+            samples = SampleRows(keys_S=state.sample_key_R[:running], prompt_lengths_S=state.prompt_length_R[:running])
         longest = self.steps + max(self.offsets[:running])
         context = DecodeContext(self.cache, state.length_R[:running], longest, samples)
         hidden_BD = self.engine.model(

@@ -58,6 +58,11 @@ class Noise:
                 z_D = self._draw_one(place, weight_D.device)
                 self.values[place] = added[place] + z_D if added else z_D
 
+    @property
+    def by_sample(self) -> bool:
+        """A pass must know whose its tokens are: draws differ between samples, or prompts are clean."""
+        return bool(self.spreads) and (self.state.scope != "rollout" or self.state.prompt == "clean")
+
     def z(self, layer: int, name: str) -> Tensor | None:
         """z of one place in scope ``rollout``, float32 [D]; None where there is no noise."""
         assert self.state.scope == "rollout" or not self.spreads, "a draw of this scope belongs to a pass: use for_pass"
@@ -136,8 +141,9 @@ class NoisePass:
         self.positions_T = context.positions_T
         self._samples: SampleRows | None = None
         self._noisy_T1: Tensor | None = None
-        state = noise.state
-        if noise.spreads and (state.scope != "rollout" or state.prompt == "clean"):
+        self._by_sample = noise.by_sample
+        if self._by_sample:
+            state = noise.state
             assert context.samples is not None, f"noise of scope {state.scope} needs to know whose tokens these are"
             self._samples = context.samples
             if state.prompt == "clean":
@@ -147,6 +153,8 @@ class NoisePass:
     def z(self, layer: int, name: str) -> Tensor | None:
         """z of one place, float32 [D] for all tokens or [T, D]; None where there is no noise (bit-identical to off)."""
         place = (layer, name)
+        if not self._by_sample:
+            return self.noise.values.get(place)
         if place not in self.noise.spreads:
             return None
         values = self.values(place)
