@@ -71,7 +71,7 @@ def test_off_and_on_are_words_not_booleans():
         ("optim.betas=[0.9]", "got [0.9]; expected list of 2: (number >= 0 and <= 1), (number >= 0 and <= 1)"),
         ("rollout.max_num_seqs=all", "got 'all'; expected integer >= 1 or auto"),
         ("eval.max_new_tokens=0", "got 0; expected integer >= 1 or null"),
-        ("quant.format=nvpf4", "got 'nvpf4'; expected bf16 or nvfp4. Did you mean nvfp4?"),
+        ("quant.format=nvpf4", "got 'nvpf4'; expected bf16, nvfp4, mxfp4 or nf4. Did you mean nvfp4?"),
         ("lora.targets=[q_proj, kproj]", "Did you mean k_proj?"),
         ("quant=3", "quant (command line) is a section; got 3; expected a mapping with some of format, method"),
     ],
