@@ -11,6 +11,7 @@ adapters                  float32 LoRA masters
 gradients                 float32, one per trained parameter
 optimizer                 AdamW moments, two float32 per trained parameter
 kv_cache                  keys and values of all slots at full length; exists during a rollout only
+noise                     draws of the running answers (``aqn.scope`` group or response); exists during a rollout only
 activations               saved for backward by one micro-batch of ``train.token_budget`` tokens; training only
 ========================  =====================================================================================
 """
@@ -28,6 +29,7 @@ from torch import Tensor
 
 from qerl.config.schema import PROJECTIONS, Config
 from qerl.formats import get_format
+from qerl.model.aqn import places
 from qerl.model.decoder import Decoder, DecoderLayer
 from qerl.model.spec import ModelSpec
 from qerl.model.storage import group_formats
@@ -35,7 +37,7 @@ from qerl.model.storage import group_formats
 StoredGroup: TypeAlias = tuple[str, tuple[int, int], tuple[int, ...]]
 """Format, shape and rows of each part of one packed weight."""
 ITEMSIZE = {"float32": 4, "bfloat16": 2}
-PHASE_OWNERS = {"rollout": ("kv_cache",), "training": ("gradients", "activations")}
+PHASE_OWNERS = {"rollout": ("kv_cache", "noise"), "training": ("gradients", "activations")}
 """Owners that exist in one phase only; all others are resident throughout."""
 
 
@@ -62,6 +64,9 @@ def predict(config: Config, spec: ModelSpec, *, device_type: str, max_num_seqs: 
         spec: the model's shapes.
         device_type: ``cpu`` or ``cuda``; decides ``dense_cache: auto``.
         max_num_seqs: KV slots.
+
+    Raises:
+        ConfigError: ``aqn.sites`` names a norm that the model does not have.
     """
     itemsize = ITEMSIZE[config.model.dtype]
     groups = spec.groups()
@@ -70,6 +75,7 @@ def predict(config: Config, spec: ModelSpec, *, device_type: str, max_num_seqs: 
     trained = adapter_parameters(spec, config.lora.rank, config.lora.targets) + trained_norm_parameters(spec, config)
     norm_copies = 2 if config.objective.kl_coef > 0 else 1
     vocabulary = (spec.vocab_size, spec.hidden_size)
+    noise_width = _noise_width(config, spec)
     length = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
     return {
         "base_weights": sum(get_format(name).nbytes(shape, rows, itemsize) for name, shape, rows in stored)
@@ -81,7 +87,8 @@ def predict(config: Config, spec: ModelSpec, *, device_type: str, max_num_seqs: 
         "gradients": 4 * trained,
         "optimizer": 8 * trained,
         "kv_cache": 2 * spec.num_layers * max_num_seqs * length * spec.kv_size * itemsize,
-        "activations": _activations(config, spec, itemsize),
+        "noise": 4 * max_num_seqs * noise_width if config.aqn.scope in ("group", "response") else 0,
+        "activations": _activations(config, spec, itemsize, noise_width),
     }
 
 
@@ -130,18 +137,32 @@ def _norm_parameters(spec: ModelSpec) -> int:
     return spec.num_layers * per_layer + spec.hidden_size
 
 
-def _activations(config: Config, spec: ModelSpec, itemsize: int) -> int:
+def _activations(config: Config, spec: ModelSpec, itemsize: int, noise_width: int) -> int:
     """Values kept for backward per token and layer, by counting the tensors autograd saves in ``model/decoder.py``.
 
     Residual and normed inputs (4 hidden), q and attention output (2 q), k and v (2 kv), gate, up and their product
-    (3 inner), and the LoRA shrink outputs (rank each). With checkpointing: one hidden vector a layer, and one layer whole.
+    (3 inner), and the LoRA shrink outputs (rank each). Noise that differs between tokens is kept in float32, and independent
+    draws need a normed input a projection (5 instead of 2). With checkpointing: one hidden vector a layer, and one layer whole.
     """
-    tokens = config.train.token_budget
+    tokens, aqn = config.train.token_budget, config.aqn
     wide = 4 * spec.hidden_size + 2 * spec.q_size + 2 * spec.kv_size + 3 * spec.intermediate_size
     per_layer = wide + config.lora.rank * len(config.lora.targets)
+    if aqn.enabled and aqn.sharing == "independent":
+        per_layer += 3 * spec.hidden_size
+    size = per_layer * itemsize
+    if aqn.scope != "rollout" or aqn.prompt == "clean":
+        size += 4 * noise_width // spec.num_layers
     if config.train.checkpointing:
-        return tokens * itemsize * (spec.num_layers * spec.hidden_size + per_layer)
-    return tokens * itemsize * spec.num_layers * per_layer
+        return tokens * (spec.num_layers * spec.hidden_size * itemsize + size)
+    return tokens * spec.num_layers * size
+
+
+def _noise_width(config: Config, spec: ModelSpec) -> int:
+    """Channels of all noisy places together; 0 when noise is off."""
+    if not config.aqn.enabled:
+        return 0
+    names = [name for _, name in places(config.aqn.sites, config.aqn.sharing, spec)]
+    return sum(spec.head_dim if name in ("q_norm", "k_norm") else spec.hidden_size for name in names)
 
 
 def phase_peaks(owners: dict[str, int]) -> dict[str, int]:

@@ -116,11 +116,20 @@ def method_line(run: RunData) -> list[str]:
         labels.append(f"{get('rollout.prompts_per_step')} prompts × {get('rollout.group_size')} answers")
     if get("aqn.enabled") is not None:
         start, end, stages = get("aqn.sigma_start"), get("aqn.sigma_end"), get("aqn.num_stages")
-        on = f"AQN {get('aqn.schedule')} {text.plain(start)} → {text.plain(end)}, {stages} stages"
-        labels.append(on if get("aqn.enabled") else "AQN off")
+        unit = "KL " if get("aqn.magnitude") == "kl" else ""
+        on = f"AQN {get('aqn.schedule')} {unit}{text.plain(start)} → {text.plain(end)}, {stages} stages"
+        labels.append(", ".join([on, *noise_kind(run)]) if get("aqn.enabled") else "AQN off")
     if get("train.seed") is not None:
         labels.append(f"seed {get('train.seed')}")
     return [label for label in labels if label]
+
+
+def noise_kind(run: RunData) -> list[str]:
+    """How the noise differs from the plain scheme (one draw a rollout, replaced, shared, absolute, on prompts too)."""
+    plain = {"scope": "rollout", "mode": "replace", "sharing": "shared", "magnitude": "absolute", "prompt": "noisy"}
+    found = [(key, run.setting(f"aqn.{key}")) for key in plain]
+    parts = [f"{key} {value}" for key, value in found if value not in (None, plain[key])]
+    return parts + (["sigma by the controller"] if run.setting("aqn.controller.enabled") else [])
 
 
 def headline(run: RunData) -> dict[str, Any] | None:

@@ -125,7 +125,21 @@ def sigma_panel(run: RunData) -> Panel | None:
         hovertemplate="%{y:.3g} (stage %{customdata})",
         showlegend=False,
     )
+    others = (("aqn/controller/sigma_schedule", "schedule"), ("aqn/displacement", "accumulated displacement"))
+    for key, name in others:
+        at, values = run.series(key)
+        if at:
+            line = {"color": "var(--c-amber)", "width": 1.5, "shape": "hv", "dash": "dot"}
+            figure.add_scatter(
+                x=at, y=rounded(values), mode="lines", line=line, name=name, hovertemplate="%{y:.3g}", showlegend=True
+            )
     caption = "Standard deviation of the noise on the RMSNorm scales, by stage of its schedule. Stage 0 is noise-free; evaluation is too unless stated."
+    if run.setting("aqn.controller.enabled"):
+        caption += " The controller sets it; the line is the fixed schedule."
+    if run.setting("aqn.mode") == "accumulate":
+        caption += " Draws of all rollouts add up (mode accumulate); the line is the standard deviation of their sum."
+    if run.setting("aqn.magnitude") not in (None, "absolute"):
+        caption += f" Magnitude {run.setting('aqn.magnitude')}: in units of |w|."
     return Panel(id="sigma", section="learning", title="Adaptive quantization noise", caption=caption, figure=figure)
 
 

@@ -10,9 +10,9 @@ from rich.table import Table
 from qerl import memory
 from qerl.config.load import dump_config
 from qerl.config.schema import Config
-from qerl.model.aqn import sigma_for_stage
+from qerl.model.aqn import stage_sigma
 from qerl.model.spec import ModelSpec
-from qerl.train.run import check_trainable
+from qerl.train.run import check_trainable, noise_line
 from qerl.train.session import check_lengths, max_num_seqs, require_model_path, resolve_device
 from qerl.train.warnings import config_warnings
 
@@ -72,19 +72,13 @@ def _work_table(config: Config, spec: ModelSpec) -> Table:
 def _noise_table(config: Config) -> Table:
     """Sigma by stage with the updates it covers."""
     aqn, planned = config.aqn, config.planned_updates
-    table = Table("stage", "updates completed", "sigma", title=f"Noise ({aqn.schedule}, {aqn.magnitude})")
+    level = "KL target" if aqn.magnitude == "kl" else "sigma"
+    table = Table("stage", "updates completed", level, title=f"Noise: {noise_line(aqn)}")
     for stage in range(aqn.num_stages):
         first, after = -(-stage * planned // aqn.num_stages), -(-(stage + 1) * planned // aqn.num_stages)
         if first == after:
             continue
-        sigma = sigma_for_stage(
-            stage,
-            schedule=aqn.schedule,
-            sigma_start=aqn.sigma_start,
-            sigma_end=aqn.sigma_end,
-            num_stages=aqn.num_stages,
-        )
-        table.add_row(str(stage), f"{first} to {after - 1}", f"{sigma:.6g}")
+        table.add_row(str(stage), f"{first} to {after - 1}", f"{stage_sigma(aqn, stage):.6g}")
     return table
 
 

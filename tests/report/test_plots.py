@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 from fake_run import write_fake_run
 
@@ -39,6 +41,17 @@ def test_sigma_is_drawn_in_steps_and_names_its_stage(run):
     assert sigma.line.shape == "hv"
     assert list(sigma.customdata) == [row["aqn/stage"] for row in run.metrics]
     assert sigma.y[0] == 0.0
+
+
+def test_the_schedule_and_an_accumulated_sum_are_drawn_beside_sigma_and_named(run):
+    for key, name, setting, words in (
+        ("aqn/controller/sigma_schedule", "schedule", {"controller": {"enabled": True}}, "the fixed schedule"),
+        ("aqn/displacement", "accumulated displacement", {"mode": "accumulate"}, "mode accumulate"),
+    ):
+        rows = [{**row, key: 0.5} for row in run.metrics]
+        panel = sigma_panel(replace(run, metrics=rows, config={**run.config, "aqn": {**run.config["aqn"], **setting}}))
+        assert set(trace(panel, name).y) == {0.5}
+        assert words in panel.caption
 
 
 def test_group_kinds_are_stacked_to_one_and_absent_kinds_left_out(run):

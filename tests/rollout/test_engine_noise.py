@@ -6,6 +6,8 @@ import pytest
 import torch
 from rollout_builders import load_tiny, make_prompts
 
+from qerl import memory
+from qerl.config.load import load_config
 from qerl.model.aqn import NoiseState
 from qerl.model.tokenizer import load_tokenizer
 from qerl.objective.batch import Sample, pack
@@ -197,3 +199,11 @@ def test_refill_rounds_of_a_rollout_have_noise_of_their_own(model, tokenizer):
         if scope == "group":
             assert {len({c.token_ids for c in first[i : i + GROUP]}) for i in range(0, len(first), GROUP)} == {1}
         assert (ratios(model, again, noise) - 1).abs().max() <= REPLAY_TOLERANCE
+
+
+@pytest.mark.parametrize("sharing", ["shared", "independent"])
+def test_tables_take_the_memory_that_is_predicted(model, sharing):
+    settings = ["aqn.scope=group", f"aqn.sharing={sharing}", "aqn.sites=[attn_norm, mlp_norm, final_norm]"]
+    predicted = memory.predict(load_config(None, settings), model.spec, device_type="cpu", max_num_seqs=5)["noise"]
+    source = row_noise.decode_noise(make_noise(model, "group", sharing=sharing), 5, model.device)
+    assert sum(table.nbytes for table in source.tables.values()) == predicted > 0
