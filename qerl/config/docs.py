@@ -17,6 +17,8 @@ Defaults are overridden by a YAML file, and that by `section.key=value` argument
 types are errors. `auto` values are resolved when the configuration is read, where the text says so, and the resolved file is
 written to the run folder as `config.resolved.yaml`.
 
+A file may begin with `extends: OTHER.yaml` (a path relative to it): it then holds only what differs from that file.
+
 Command-line values are YAML (`optim.lr=1e-5`, `lora.targets=[q_proj, v_proj]`), except that a key of type *text* takes what
 is typed; `null` unsets it. Scalars follow YAML 1.2: only `true` and `false` are booleans, so `off` and `on` are words.
 """

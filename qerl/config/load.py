@@ -26,6 +26,8 @@ from qerl.config.yaml_io import dump_yaml, parse_yaml
 from qerl.errors import ConfigError, nearest
 
 _COMMAND_LINE = "command line"
+EXTENDS = "extends"
+"""Key of a file that names the file it changes."""
 
 _Path = tuple[str, ...]
 """Where a value stands: the keys from the root of the configuration."""
@@ -45,7 +47,7 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -
     """The resolved, validated configuration.
 
     Args:
-        path: YAML file; None takes the defaults alone.
+        path: YAML file; None takes the defaults alone. Its key ``extends`` names a file, relative to it, that it overrides.
         overrides: ``section.key=value`` texts, later ones win. A value is YAML, except that a key whose value is text
             takes it as typed (``null`` unsets an optional one; quotes around the whole value are removed).
 
@@ -56,8 +58,7 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -
     origins: dict[_Path, str] = {}
     problems: list[_Problem] = []
     if path is not None:
-        values, lines = _read_file(Path(path))
-        origins = {keys: f"{path}, line {line}" for keys, line in lines.items()}
+        values, origins = _read_chain(Path(path), ())
     for override in overrides:
         problem = _apply_override(override, values, origins)
         if problem is not None:
@@ -76,6 +77,39 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -
 def dump_config(config: Config) -> str:
     """YAML text that :func:`load_config` reads back to an equal configuration."""
     return dump_yaml(config.model_dump(mode="json"))
+
+
+def _read_chain(path: Path, readers: tuple[Path, ...]) -> tuple[dict[str, Any], dict[_Path, str]]:
+    """Values of a file over those of the file that it extends, and where each stands."""
+    values, lines = _read_file(path)
+    origins = {keys: f"{path}, line {line}" for keys, line in lines.items()}
+    base = values.pop(EXTENDS, None)
+    if base is None:
+        return values, origins
+    if not isinstance(base, str) or Path(base).is_absolute():
+        raise ConfigError(
+            f"{EXTENDS} ({_origin((EXTENDS,), origins)}) names no file",
+            got=_shown(base),
+            expected=f"the path of a YAML file, relative to {path.parent}",
+        )
+    readers = (*readers, path.resolve())
+    parent = path.parent / base
+    if parent.resolve() in readers:
+        raise ConfigError(f"{path} extends itself", got=" -> ".join(p.name for p in (*readers, parent)))
+    inherited, inherited_origins = _read_chain(parent, readers)
+    return _merged(inherited, values), {**inherited_origins, **origins}
+
+
+def _merged(base: dict[str, Any], changes: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """``changes`` over ``base``, section by section; any other value replaces the whole value."""
+    result = dict(base)
+    for name, value in changes.items():
+        both_sections = f"{prefix}{name}" in section_names() and isinstance(value, dict)
+        if both_sections and isinstance(base.get(name), dict):
+            result[name] = _merged(base[name], value, f"{prefix}{name}.")
+        else:
+            result[name] = value
+    return result
 
 
 def _read_file(path: Path) -> tuple[dict[str, Any], dict[_Path, int]]:
