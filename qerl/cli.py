@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,13 +23,17 @@ from qerl.errors import ConfigError, QerlError
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells have it."""
+GO_ON = {
+    "train": "; the same command with --resume goes on from the newest checkpoint",
+    "quantize": "; the same command goes on after the last whole layer",
+}
 
 
 EXAMPLES = {
     "train": ("configs/demo.yaml", "configs/demo.yaml optim.lr=1e-4 run.name=low-lr", "configs/demo.yaml --resume"),
     "eval": ("runs/demo", "runs/demo --base", "SmolLM2-135M-Instruct --data gsm8k --limit 100"),
     "rollout": ("runs/demo --data arithmetic:test --n 8 --limit 64 --out samples",),
-    "quantize": ("Qwen2.5-3B-Instruct --out models/Qwen2.5-3B-NVFP4",),
+    "quantize": ("demo --out demo-nvfp4", "Qwen2.5-3B-Instruct --method best --calibration text.jsonl --out 3B-NVFP4"),
     "report": ("runs/demo", "configs/demo.yaml --out demo.html"),
     "validate": ("configs/demo.yaml", "configs/demo.yaml data.train=gsm8k"),
     "rescore": ("runs/demo --step 3", "runs/demo --rollout 2 --rows 0-7,12"),
@@ -50,10 +55,7 @@ class _Commands(TyperGroup):
             _stderr().print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
             raise typer.Exit(error.exit_code) from None
         except KeyboardInterrupt:
-            note = "interrupted"
-            if ctx.invoked_subcommand == "train":
-                note += "; the same command with --resume goes on from the newest checkpoint"
-            _stderr().print(f"[yellow]{note}[/]", soft_wrap=True)
+            _stderr().print(f"[yellow]interrupted{GO_ON.get(ctx.invoked_subcommand, '')}[/]", soft_wrap=True)
             raise typer.Exit(INTERRUPTED) from None
 
 
@@ -86,6 +88,7 @@ Checkpoint = Annotated[
 ]
 Adapter = Annotated[Path | None, typer.Option(metavar="DIR", help="PEFT adapter to load on a model folder.")]
 Base = Annotated[bool, typer.Option("--base", help="The run's base model, without its adapter.")]
+Text = partial(typer.Option, metavar="FILE_OR_NAME")
 TargetArgument = Annotated[
     str,
     typer.Argument(
@@ -205,39 +208,47 @@ def quantize(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Model folder, NAME under $QERL_MODELS, or `demo`.")],
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder to write; must not exist.")],
     settings: Settings = None,
-    weight_format: Annotated[
-        str | None, typer.Option("--format", help="Weight format; the default is quant.format.")
-    ] = None,
-    method: Annotated[str | None, typer.Option(help="Quantizer; the default is quant.method.")] = None,
+    weight_format: Annotated[str | None, typer.Option("--format", help="nvfp4, mxfp4; default quant.format.")] = None,
+    method: Annotated[str | None, typer.Option(help="Quantizer (docs/nvfp4.md); default quant.method.")] = None,
+    calibration: Annotated[str | None, Text(help="Text for awq, gptq and best, named as --data is.")] = None,
+    calibration_count: Annotated[int, typer.Option(metavar="N", min=1, help="Sequences of it.")] = 256,
+    calibration_length: Annotated[int, typer.Option(metavar="N", min=2, help="Tokens of each.")] = 2048,
+    report_data: Annotated[str | None, Text(help="Text, or a rollout's parquet, to compare whole models on.")] = None,
+    report_count: Annotated[int, typer.Option(metavar="N", min=1, help="Rows of it.")] = 64,
+    text_fields: Annotated[str, typer.Option(metavar="A,B", help="Fields that hold text.")] = "question,solution",
+    activations: Annotated[str, typer.Option(metavar="memory|disk", help="Where hidden states are.")] = "memory",
 ) -> None:
-    """Write a quantized checkpoint in the compressed-tensors layout, shard by shard."""
+    """Write a quantized checkpoint in the compressed-tensors layout, layer by layer.
+
+    Repeating an interrupted command goes on after the last whole layer. model.device and model.dtype say where layers run.
+    """
     config_file, overrides = _split(settings)
     from qerl.config.load import load_config
 
-    quant = load_config(
-        config_file, [*overrides, *_as_settings({"quant.format": weight_format, "quant.method": method})]
-    ).quant
+    config = load_config(config_file, [*overrides, *_as_settings({"quant.format": weight_format})])
     from qerl.model.checkpoint import resolve_model_path
-    from qerl.quantize import quantize_checkpoint
+    from qerl.quantize.command import quantize_command
+    from qerl.quantize.report import facts, table
+    from qerl.train.session import resolve_device
 
     with _progress_bar("groups") as on_progress:
-        quality = quantize_checkpoint(
+        quality = quantize_command(
             resolve_model_path(model),
             out,
-            format=quant.format,
-            method=quant.method,
-            rounding=quant.rounding,
+            config,
+            device=resolve_device(config.model.device),
+            method=method,
+            calibration=calibration,
+            calibration_count=calibration_count,
+            calibration_length=calibration_length,
+            report_data=report_data,
+            report_count=report_count,
+            text_fields=text_fields,
+            activations=activations,
             progress=lambda done, total, name: on_progress(done, total, 0),
         )
-    total = quality["total"]
-    _print_facts(
-        {
-            "written": out,
-            "format": f"{quant.format}, {quant.method}, {quant.rounding} rounding",
-            "error": f"{total['relative_error']:.2%} relative, worst in {total['worst']}",
-            "size": f"{total['bytes'] / 1e9:.4f} GB of {total['dense_bytes'] / 1e9:.4f} GB ({total['tensors']} tensors)",
-        }
-    )
+    _print_facts({"written": out, **facts(quality)})
+    Console().print(table(quality))
 
 
 @app.command(epilog=_examples("report"))

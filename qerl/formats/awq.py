@@ -68,16 +68,17 @@ def relative_output_error(weight_OI: Tensor, w_hat_OI: Tensor, moments_II: Tenso
     """Output error of w_hat over the mean square of the output of w; 0 if there is no output."""
     error = torch.zeros((), dtype=torch.float64, device=weight_OI.device)
     size = torch.zeros_like(error)
-    for part in row_parts(*weight_OI.shape, weight_OI.device):
+    for part in row_parts(weight_OI):
         dense_OI = weight_OI[part].float()
         error += output_error(w_hat_OI[part] - dense_OI, moments_II)
         size += output_error(dense_OI, moments_II)
     return float(error / size) if size > 0 else 0.0
 
 
-def row_parts(rows: int, columns: int, device: torch.device) -> Iterator[slice]:
+def row_parts(weight_OI: Tensor) -> Iterator[slice]:
     """Slices of rows that bound the temporaries of a search."""
-    elements = PART_ELEMENTS["cuda" if device.type == "cuda" else "cpu"]
+    rows, columns = weight_OI.shape
+    elements = PART_ELEMENTS["cuda" if weight_OI.device.type == "cuda" else "cpu"]
     step = max(_ROW_MULTIPLE, elements // columns // _ROW_MULTIPLE * _ROW_MULTIPLE)
     for start in range(0, rows, step):
         yield slice(start, min(start + step, rows))
@@ -102,10 +103,7 @@ def search_channel_scales(
         fmt, rounding, method: how the scaled weight is quantized.
         exponents: candidates; 0 is always tried.
     """
-    output = sum(
-        float(output_error(weight_OI[part].float(), moments_II))
-        for part in row_parts(*weight_OI.shape, weight_OI.device)
-    )
+    output = sum(float(output_error(weight_OI[part].float(), moments_II)) for part in row_parts(weight_OI))
     best: tuple[float, float, Tensor] | None = None
     plain = 0.0
     for exponent in dict.fromkeys((0.0, *exponents)):
@@ -139,7 +137,7 @@ def _scaled_error(
     columns_I = weight_OI.abs().amax(0).float() * scales_I
     whole = fmt.block_scales(columns_I[None], method="rtn", rounding=rounding)
     error = torch.zeros((), dtype=torch.float64, device=weight_OI.device)
-    for part in row_parts(*weight_OI.shape, weight_OI.device):
+    for part in row_parts(weight_OI):
         dense_OI = weight_OI[part].float()
         scaled_OI = dense_OI * scales_I
         scales = fmt.block_scales(scaled_OI, method=method, rounding=rounding, shared=whole)
@@ -175,7 +173,7 @@ def search_clips(
     shared = replace(scales, tensors=wide)
     moments_BKK = diagonal_blocks(moments_II, width)
     ratios_OB = torch.ones(weight_OI.shape[0], moments_BKK.shape[0], device=weight_OI.device)
-    for part in row_parts(*weight_OI.shape, weight_OI.device):
+    for part in row_parts(weight_OI):
         dense_OI = weight_OI[part].float()
         least_OB: Tensor | None = None
         for ratio in dict.fromkeys((1.0, *ratios)):

@@ -77,7 +77,7 @@ def compensate(
     upper_II, order_I, _ = factor
     steps_OI = fmt.steps(scales)
     out_OI = torch.empty(weight_OI.shape, device=weight_OI.device)
-    for part in row_parts(*weight_OI.shape, weight_OI.device):
+    for part in row_parts(weight_OI):
         work_OI = weight_OI[part].float()[:, order_I]
         _round_columns(work_OI, upper_II, steps_OI[part][:, order_I], fmt)
         out_OI[part, order_I] = work_OI

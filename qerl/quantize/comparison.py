@@ -75,7 +75,9 @@ def compare(plain: Stream, quantized: Stream, sequences: Sequence[TokenSequence]
 
 def _predictors(sequences: Sequence[TokenSequence]) -> tuple[Tensor, list[int]]:
     """(index in the packed batch of the position that predicts each scored token, scored tokens a sequence)."""
-    index, count, start = [], [], 0
+    index: list[int] = []
+    count: list[int] = []
+    start = 0
     for sequence in sequences:
         scored = range(start + sequence.first - 1, start + len(sequence.ids) - 1)
         index += scored

@@ -100,7 +100,9 @@ class LayerQuantizer:
             runs: whether the quantized layer will be run.
         """
         self.stored_itemsize = plain.weights["qkv"].itemsize
-        layer, folds, exponents = plain, {}, {}
+        layer = plain
+        folds: dict[str, Tensor] = {}
+        exponents: dict[str, dict[str, Any]] = {}
         if self.recipe.fold:
             assert stream is not None
             layer, folds, exponents = self._fold(plain, stream)
@@ -196,7 +198,8 @@ class LayerQuantizer:
     ) -> tuple[LayerTensors, dict[str, Tensor], dict[str, dict[str, Any]]]:
         """(folded layer, exact scales by place, what was found by group)."""
         statistics = self._input_statistics(plain.cast(self.dtype), stream)
-        layer, spec, folds = plain.copy(), self.spec, {}
+        layer, spec = plain.copy(), self.spec
+        folds: dict[str, Tensor] = {}
         found: dict[str, dict[str, Any]] = {}
         scales: dict[str, Tensor] = {}
         for group in self.shapes:

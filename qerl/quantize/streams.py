@@ -86,9 +86,7 @@ class Stream:
         if self._folder is None:
             self._held[index] = x_TD.to(self._place)
             return
-        raw = x_TD.contiguous().cpu().view(-1).view(torch.uint8).numpy()
-        with self._file(index).open("wb") as file:
-            file.write(memoryview(raw))
+        x_TD.contiguous().cpu().view(-1).view(torch.uint8).numpy().tofile(self._file(index))
 
     def _file(self, index: int) -> Path:
         assert self._folder is not None
