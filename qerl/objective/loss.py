@@ -9,7 +9,7 @@ Per token, with the ratio rho = exp(log pi_theta - log pi_den), both tempered, u
 
 ``sg`` stops the gradient. ``v`` is the importance weight of ``importance.py``, None but with the ``recomputed``
 denominator. At ``sequence`` level rho is exp of the mean log ratio over the answer, the same for all of its tokens. With
-a dual clip c the product is bounded below by c * A where A < 0 (Ye et al., arXiv 1912.09729, eq. 5).
+a dual clip c the product is bounded below by c * A where A < 0 (Ye et al., arXiv 1912.09729).
 
 The loss of an update is the weighted sum over its tokens. Divisors (B counts every sequence of the update, masked ones
 included; tokens of masked sequences count nowhere):
@@ -53,8 +53,8 @@ FORMS: dict[str, Form] = {
     "dapo": Form(divisor="rollout_tokens"),  # arXiv 2503.14476, eq. 8
     "dr_grpo": Form(divisor="max_new_tokens"),  # arXiv 2503.20783
     "bnpo": Form(divisor="update_tokens"),  # named so by TRL; the released QeRL code's "dapo"
-    "gspo": Form(divisor="sequence_tokens", ratio="sequence"),  # arXiv 2507.18071, eq. 5 and 7
-    "cispo": Form(divisor="rollout_tokens", term="log_prob"),  # arXiv 2506.13585, eq. 4 and 5
+    "gspo": Form(divisor="sequence_tokens", ratio="sequence"),  # arXiv 2507.18071
+    "cispo": Form(divisor="rollout_tokens", term="log_prob"),  # arXiv 2506.13585
 }
 
 

@@ -121,7 +121,23 @@ def method_line(run: RunData) -> list[str]:
         labels.append(", ".join([on, *noise_kind(run)]) if get("aqn.enabled") else "AQN off")
     if get("train.seed") is not None:
         labels.append(f"seed {get('train.seed')}")
+    labels.append(on_policy_label(run))
     return [label for label in labels if label]
+
+
+def on_policy_label(run: RunData) -> str:
+    """Whether the updates were on-policy, by identity (``train.on_policy``); empty when the run does not say."""
+    stated = run.summary.get("on_policy")
+    if stated is None:
+        values = run.series("on_policy")[1]
+        stated = {"on_policy": all(values), "on_policy_steps": sum(values), "steps": len(values)}
+    if not stated["steps"]:
+        return ""
+    if stated["on_policy"]:
+        return "on-policy"
+    reasons = ", ".join(name.replace("_", " ") for name in stated.get("reasons", {}))
+    share = f"on-policy in {stated['on_policy_steps']:g} of {stated['steps']} steps"
+    return f"{share} (differs: {reasons})" if reasons else share
 
 
 def noise_kind(run: RunData) -> list[str]:

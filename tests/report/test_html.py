@@ -10,7 +10,7 @@ from fake_run import behavior_row, write_fake_run
 from qerl.errors import MissingDependencyError, RunFolderError
 from qerl.metrics.run_dir import RunDir
 from qerl.report.collect import read_run
-from qerl.report.html import render, write_report
+from qerl.report.html import on_policy_label, render, write_report
 
 VOID = {"meta", "link", "input", "br", "img", "hr"}
 
@@ -220,3 +220,24 @@ def test_the_report_needs_no_torch(finished, tmp_path):
         "assert 'torch' not in sys.modules; assert 'transformers' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_page_says_whether_the_updates_were_on_policy(tmp_path):
+    run = write_fake_run(tmp_path / "demo", steps=4)
+    summary = run.read_json("summary.json")
+    whole = {"on_policy": True, "on_policy_steps": 4, "steps": 4, "reasons": {}}
+    partly = whole | {"on_policy": False, "on_policy_steps": 1, "reasons": {"noise_key": {}, "adapter_version": {}}}
+    labels = []
+    for verdict in (whole, partly):
+        run.write_json("summary.json", summary | {"on_policy": verdict})
+        labels.append(on_policy_label(read_run(run.path)))
+        assert labels[-1] in Page(render(read_run(run.path))).text
+    assert labels == ["on-policy", "on-policy in 1 of 4 steps (differs: noise key, adapter version)"]
+
+
+def test_without_a_summary_the_metrics_say_it(tmp_path):
+    run = write_fake_run(tmp_path / "demo", steps=4, done=2, finished=False)
+    assert on_policy_label(read_run(run.path)) == ""
+    run.append_metrics(3, {"on_policy": 1.0})
+    run.append_metrics(4, {"on_policy": 0.0})
+    assert on_policy_label(read_run(run.path)) == "on-policy in 1 of 2 steps"
