@@ -15,7 +15,7 @@ SENSITIVITY_CAP = 4.0
 class AqnCalibrationConfig(Section):
     """The calibration batch: the first training prompts with answers that the model sampled itself at the start."""
 
-    prompts: Positive = 8
+    prompts: Positive = 32
     """Prompts, and so answers and noise draws, of the batch. KL and entropy change are measured on it at every new stage."""
     max_new_tokens: Positive = 64
     """Longest answer of the batch (rollout.max_new_tokens if that is shorter)."""
