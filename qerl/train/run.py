@@ -15,7 +15,7 @@ from qerl.config.schema import Config
 from qerl.data.prompts import PromptSampler, build_prompts
 from qerl.data.tasks import load_rows
 from qerl.env_info import collect_env
-from qerl.errors import ConfigError, RunFolderError
+from qerl.errors import ConfigError, MissingDependencyError, RunFolderError
 from qerl.eval.evaluate import compare
 from qerl.kernels.fp4_linear import layout_gate
 from qerl.metrics.console import Progress
@@ -71,7 +71,10 @@ def train(config: Config, *, resume: bool = False, stop_after: int | None = None
             trainer.progress.close()
             raise
     summary = write_summary(trainer, finished=finished)
-    report = write_report(run.path)
+    try:
+        report = str(write_report(run.path))
+    except MissingDependencyError as error:
+        report = f"not written: {error}; then `qerl report {run.path}`"
     trainer.progress.finish(closing_lines(summary, run.path, report))
     return run.path
 
@@ -258,7 +261,7 @@ def noise_line(aqn: AqnConfig) -> str:
     return ", ".join([schedule, *parts])
 
 
-def closing_lines(summary: dict[str, Any], folder: Path, report: Path) -> dict[str, Any]:
+def closing_lines(summary: dict[str, Any], folder: Path, report: str) -> dict[str, Any]:
     """What the terminal shows after the last step."""
     lines: dict[str, Any] = {"status": f"{summary['status']} after step {summary['steps']}"}
     for moment in ("before", "after"):
