@@ -44,21 +44,27 @@ def describe(config: Config, *, width: int = 100) -> str:
 def _work_table(config: Config, spec: ModelSpec) -> Table:
     rollout = config.rollout
     answers = rollout.prompts_per_step * rollout.group_size
+    rounds = config.objective.dynamic_sampling_max_rounds if config.objective.dynamic_sampling else 1
     adapters = memory.adapter_parameters(spec, config.lora.rank, config.lora.targets)
     norms = memory.trained_norm_parameters(spec, config)
     kept = -(-config.train.steps // config.train.save_adapter_every) if config.train.save_adapter_every else 0
     table = Table(title="Plan", show_header=False)
     for name, value in (
-        ("answers a step", f"{rollout.prompts_per_step} prompts x {rollout.group_size} = {answers}"),
+        (
+            "answers a step",
+            f"{rollout.prompts_per_step} prompts x {rollout.group_size} = {answers}"
+            + (f", in up to {rounds} rounds" if rounds > 1 else ""),
+        ),
         (
             "optimizer updates",
             f"{config.train.steps} steps x {config.optim.updates_per_rollout} = {config.planned_updates}",
         ),
-        ("answer tokens, at most", f"{answers * rollout.max_new_tokens:,} a step"),
+        ("answer tokens, at most", f"{answers * rounds * rollout.max_new_tokens:,} a step"),
         ("trained parameters", f"{adapters:,} adapters + {norms:,} norm scales"),
+        ("objective", _objective_line(config)),
         (
             "ratio",
-            f"denominator {config.objective.denominator}, noise {config.objective.noise}, is_cap {config.objective.is_cap}",
+            f"denominator {config.objective.denominator}, noise {config.objective.noise}, {_weight_line(config)}",
         ),
         (
             "kept adapters on disk",
@@ -67,6 +73,22 @@ def _work_table(config: Config, spec: ModelSpec) -> Table:
     ):
         table.add_row(name, value)
     return table
+
+
+def _objective_line(config: Config) -> str:
+    objective = config.objective
+    clips = f"clip {objective.clip_low} / {objective.clip_high}"
+    dual = "" if objective.dual_clip == "off" else f", dual clip {objective.dual_clip}"
+    kl = f", {objective.kl_coef:g} x {objective.kl_estimator}" if objective.kl_coef else ""
+    return f"{objective.type}, {clips}{dual}{kl}, advantage {objective.advantage}"
+
+
+def _weight_line(config: Config) -> str:
+    objective = config.objective
+    if objective.is_cap == "off":
+        return "no importance weights"
+    floor = "" if objective.is_floor == "off" else f" from {objective.is_floor}"
+    return f"importance weights by {objective.is_level}, {objective.is_mode}{floor} at {objective.is_cap}"
 
 
 def _noise_table(config: Config) -> Table:

@@ -70,13 +70,15 @@ def records(run, step):
 
 
 def test_records_of_all_rounds_say_which_groups_were_trained_on(start, half):
-    run = start("whole", half, "aqn.sigma_start=0.02")
+    run = start("whole", half, "aqn.sigma_start=0.02", "aqn.scope=response")
     refilled = 0
     for row in steps_of(run):
         rows = records(run, row["step"])
         assert [record["sample_key"] for record in rows] == list(range(len(rows)))
         assert {record["rollout"] for record in rows} == {row["step"] - 1}
-        assert len({json.dumps(record["noise"]) for record in rows}) == 1, "all rounds have one noise key"
+        states = {json.dumps({k: v for k, v in record["noise"].items() if k != "key"}) for record in rows}
+        assert len(states) == 1, "all rounds have one noise state"
+        assert max(1 - row["ratio/min"], row["ratio/max"] - 1) <= 1e-4, "the trainer replays every sample's own noise"
         groups = [rows[i : i + 4] for i in range(0, len(rows), 4)]
         kept = [group for group in groups if group[0]["in_batch"]]
         for group in groups:
@@ -92,6 +94,7 @@ def test_records_of_all_rounds_say_which_groups_were_trained_on(start, half):
         refilled += counted[0]
     assert refilled > 0, "no step needed a refill: the test shows nothing"
     last = steps_of(run)[-1]
+    assert last["aqn/sigma"] == 0.02
     drawn = sum(len(records(run, row["step"])) // 4 for row in steps_of(run))
     assert last["epoch"] == pytest.approx(drawn / 10)
 
