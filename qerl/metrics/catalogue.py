@@ -217,7 +217,14 @@ _TIME = section(
     ("time/logprobs", "seconds", "Packing, and log-prob passes without gradient (recomputed denominator, reference)."),
     ("time/backward", "seconds", "Forward and backward passes of the loss."),
     ("time/optimizer", "seconds", "Gradient clipping and optimizer updates."),
-    ("time/noise", "seconds", "Drawing the noise and checking that the clean scales are what they were."),
+    (
+        "time/noise",
+        "seconds",
+        (
+            "Drawing the noise of scope rollout, calibrating a stage, the controller, and checking that the clean scales are what they "
+            "were. Draws of other scopes are part of the passes that see them."
+        ),
+    ),
     (
         "time/diagnostics",
         "seconds",
