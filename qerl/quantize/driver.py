@@ -177,10 +177,10 @@ class _Job:
             quantized, plain = ([pipeline.stream(self.report.sequences)] for _ in range(2))
         self._take_up(partial, [*([calibration] if calibration else []), *quantized], plain)
         done = len(partial.records)
-        for index, layer in enumerate(
-            pipeline.layers(calibration, quantized=quantized, plain=plain, first=done), start=done
-        ):
+        layers = pipeline.layers(calibration, quantized=quantized, plain=plain, first=done)
+        for index, layer in enumerate(layers, start=done):
             self._commit(partial, index, layer)
+            del layer  # not kept while the next one is made
         if self.report is not None:
             self.comparison = compare(plain[0], quantized[0], self.report.sequences, pipeline.head())
 

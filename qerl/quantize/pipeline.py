@@ -107,6 +107,8 @@ class Pipeline:
             if result.compute is not None:
                 self._pass(quantized, result.compute)
             yield result
+            # Not kept while the next layer is made.
+            del result
 
     @torch.no_grad()
     def replay(self, index: int, done: LayerTensors, quantized: Sequence[Stream], plain: Sequence[Stream]) -> None:
