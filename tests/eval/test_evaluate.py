@@ -125,7 +125,7 @@ def test_headline_says_policy_interval_and_troubles(rewarder):
 
 
 def test_noise_and_own_length_limit_are_passed_on_and_stated(rewarder):
-    noise = Noise(NoiseState(seed=1, rollout=2, stage=3, sigma=0.01, sites=("attn_norm",)), {})
+    noise = Noise(NoiseState(seed=1, rollout=2, stage=3, sigma=0.01, sites=("attn_norm",)), {}, {})
     engine = ScriptedEngine({"a": ["18"]})
     result = evaluate(
         engine,
