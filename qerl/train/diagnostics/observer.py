@@ -62,11 +62,12 @@ class Diagnostics:
         self._watched = None
         if every == 0 or rollout.index % every:
             return metrics
-        noises = self._draws(policy, DRAWS)
-        metrics |= self._entropies(rollout.sampling, noises[: self.config.diagnostics.noise_draws])
+        count = self.config.diagnostics.noise_draws
+        noises = self._draws(policy, max(count, DRAWS))
+        metrics |= self._entropies(rollout.sampling, noises[:count])
         if noises:
-            metrics |= perturbation_metrics(self.session.model, self._probe_batches()[0], noises)
-        return metrics | self._mismatch(rollout, policy, noises[: self.config.diagnostics.noise_draws])
+            metrics |= perturbation_metrics(self.session.model, self._probe_batches()[0], noises[:DRAWS])
+        return metrics | self._mismatch(rollout, policy, noises[:count])
 
     @torch.no_grad()
     def after_updates(self, step: int) -> dict[str, float]:
