@@ -84,7 +84,7 @@ def resolve_target(
         return _model_target(config, adapter, config.model.path or "")
     path = resolve_model_path(target)
     given = any(setting.startswith(("quant.format=", "quant=")) for setting in settings)
-    stored = "nvfp4" if ModelSpec.from_folder(path).packed_layout is not None else "bf16"
+    stored = ModelSpec.from_folder(path).stored_format or "bf16"
     quant = [] if config_file is not None or given else [f"quant.format={stored}"]
     return _model_target(load_config(config_file, [*quant, f"model.path={target}", *settings]), adapter, target)
 
