@@ -26,8 +26,8 @@ from torch import Tensor
 
 from qerl.formats.base import BlockScales, WeightFormat
 
-EXPONENTS = tuple(step / 20 for step in range(20))
-"""Candidates for a, of AWQ's own grid."""
+EXPONENT_STEPS = (0.2, 0.1, 0.05)
+"""The grid for a: all multiples of the first below 1, then the neighbors of the best so far at each finer step."""
 RATIOS = (1.0, 0.9375, 0.875, 0.8125, 0.75, 0.6875, 0.625, 0.5625, 0.5, 1.0625, 1.125, 1.1875, 1.25, 1.375, 1.5, 2.0)
 """Candidates for the ratio of a block's scale to the one that its largest magnitude calls for."""
 
@@ -92,31 +92,35 @@ def search_channel_scales(
     *,
     rounding: str = "ct",
     method: str = "rtn",
-    exponents: tuple[float, ...] = EXPONENTS,
+    steps: tuple[float, ...] = EXPONENT_STEPS,
 ) -> ChannelScales:
-    """Grid search over a, with `method` as the quantizer inside.
+    """Search over a, with `method` as the quantizer inside.
 
     Args:
         weight_OI: floating point, rows of all projections that read the same input.
         moments_II: M, float32.
         magnitudes_I: E|x_i|, float32; equal entries get equal scales (which is how shared channels are tied).
         fmt, rounding, method: how the scaled weight is quantized.
-        exponents: candidates; 0 is always tried.
+        steps: coarse to fine; 0 is always tried.
     """
     output = sum(float(output_error(weight_OI[part].float(), moments_II)) for part in row_parts(weight_OI))
-    best: tuple[float, float, Tensor] | None = None
-    plain = 0.0
-    for exponent in dict.fromkeys((0.0, *exponents)):
+    errors: dict[float, float] = {}
+
+    def attempt(exponent: float) -> None:
         scales_I = channel_scales(magnitudes_I, exponent)
-        error = _scaled_error(weight_OI, scales_I, moments_II, fmt, rounding, method)
-        if best is None:
-            plain = error
-        if best is None or error < best[0]:
-            best = (error, exponent, scales_I)
-    assert best is not None
-    error, exponent, scales_I = best
+        errors[exponent] = _scaled_error(weight_OI, scales_I, moments_II, fmt, rounding, method)
+
+    for index in range(round(1 / steps[0])):
+        attempt(round(index * steps[0], 6))
+    for step in steps[1:]:
+        best = min(errors, key=errors.__getitem__)
+        for exponent in (round(best - step, 6), round(best + step, 6)):
+            if 0 <= exponent < 1 and exponent not in errors:
+                attempt(exponent)
+    best = min(errors, key=errors.__getitem__)
     size = output if output > 0 else 1.0
-    return ChannelScales(scales_I=scales_I, exponent=exponent, error=error / size, plain_error=plain / size)
+    scales_I = channel_scales(magnitudes_I, best)
+    return ChannelScales(scales_I=scales_I, exponent=best, error=errors[best] / size, plain_error=errors[0.0] / size)
 
 
 def channel_scales(magnitudes_I: Tensor, exponent: float) -> Tensor:
