@@ -29,7 +29,7 @@ demo: $(RUNTIME)
 	$(PY) -m qerl train configs/demo.yaml run.name=$$name
 
 test: check
-	$(PY) -m pytest
+	$(PY) -m pytest -n 2 --dist loadfile
 
 check: $(DEV)
 	$(PY) -m ruff format --check .

@@ -8,6 +8,7 @@ stderr and exit code 2, without a traceback. Modules that load torch are importe
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -336,6 +337,8 @@ def env(as_json: Annotated[bool, typer.Option("--json", help="As JSON, as in a r
 
 def main() -> None:
     """Entry point of the ``qerl`` command."""
+    # Threads that wait by spinning stall one another for seconds when the machine has other work; torch reads this at import.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     app()
 
 

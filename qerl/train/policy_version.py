@@ -44,7 +44,7 @@ def activate_policy(
             policy_version=completed,
             adapter_hash=adapter_hash(model),
             norm_hash=norm_hash(model),
-            base_format=config.quant.format,
+            base_format=config.quant.storage(config.quant.format),
             base_hash=base_hash,
             noise=state,
         ),

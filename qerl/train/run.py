@@ -18,6 +18,7 @@ from qerl.env_info import collect_env
 from qerl.errors import ConfigError, MissingDependencyError, RunFolderError
 from qerl.eval.evaluate import compare
 from qerl.kernels.fp4_linear import layout_gate
+from qerl.kernels.token_logprobs import head_gate
 from qerl.metrics.console import Progress
 from qerl.metrics.run_dir import RunDir
 from qerl.metrics.writer import MetricsWriter
@@ -142,7 +143,7 @@ def build_trainer(config: Config, run: RunDir, session: Session, *, resume: bool
         dropped_prompts=dropped,
         began=began,
     )
-    for text in [*notes, *prompt_warnings(train_prompts, config.data.prompt_template)]:
+    for text in [*session.model.spec.notes, *notes, *prompt_warnings(train_prompts, config.data.prompt_template)]:
         trainer.warn(text)
     return trainer
 
@@ -206,7 +207,7 @@ def restore(
 
 
 def check_layout(session: Session) -> None:
-    """Compare the kernel in use with the dequantized product, once for every projection shape (before step 0).
+    """Compare the kernel in use with the dequantized product, once for every projection shape and for a packed head (before step 0).
 
     Raises:
         LayoutGateError: they disagree.
@@ -217,6 +218,8 @@ def check_layout(session: Session) -> None:
         if key not in seen:
             seen.add(key)
             layout_gate(linear.weight, linear.name, dtype=session.model.dtype, dense_OI=linear.dense_OI)
+    if session.model.packed_head is not None:
+        head_gate(session.model.packed_head, dtype=session.model.dtype, dense_VD=session.model.dense_head)
 
 
 def run_facts(session: Session, weights_hash: str) -> dict[str, str]:

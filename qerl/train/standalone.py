@@ -238,7 +238,7 @@ def _record(
         policy_version=target.updates,
         adapter_hash=adapter_hash(session.model),
         norm_hash=norm_hash(session.model),
-        base_format=target.config.quant.format,
+        base_format=target.config.quant.storage(target.config.quant.format),
         base_hash=weights_hash,
         noise=None,
     )
