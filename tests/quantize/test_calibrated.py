@@ -205,3 +205,20 @@ def test_other_formats_gain_too(weight_format):
         if calibration is not None:
             assert all(torch.equal(a, b) for (a, _), (b, _) in zip(rider, calibration, strict=True))
     assert errors["best"] < 0.5 * errors["rtn"]
+
+
+def test_an_mxfp4_checkpoint_is_read_with_equal_weights(tmp_path):
+    pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed")
+    import transformers
+
+    out = tmp_path / "out"
+    quantize_checkpoint(DEMO, out, format="mxfp4", method="gptq", calibration=CALIBRATION)
+    ours = load(out, "mxfp4")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.bfloat16, local_files_only=True)
+    theirs(torch.arange(1, 6)[None])  # unpacks
+    for linear in ours.grouped_linears():
+        for part in linear.parts:
+            start, stop = linear.rows_of(part)
+            name = "model." + linear.name.rsplit(".", 1)[0] + f".{part}.weight"
+            dense = dequantize(linear.weight)[start:stop]
+            assert torch.equal(theirs.get_parameter(name).float(), dense), "a power of two times a code is exact in bfloat16"
