@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
+import rich
 import typer
-from rich.console import Console
 from rich.markup import escape
 from typer.core import TyperGroup
 
 from qerl.errors import ConfigError, QerlError
+from qerl.metrics.files import write_json
+from qerl.metrics.terminal import print_facts, progress_bar, stderr, warn
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells have it."""
@@ -53,10 +54,10 @@ class _Commands(TyperGroup):
         try:
             return super().invoke(ctx)
         except QerlError as error:
-            _stderr().print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
+            stderr().print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
             raise typer.Exit(error.exit_code) from None
         except KeyboardInterrupt:
-            _stderr().print(f"[yellow]interrupted{GO_ON.get(ctx.invoked_subcommand, '')}[/]", soft_wrap=True)
+            stderr().print(f"[yellow]interrupted{GO_ON.get(ctx.invoked_subcommand, '')}[/]", soft_wrap=True)
             raise typer.Exit(INTERRUPTED) from None
 
 
@@ -151,10 +152,10 @@ def evaluate(
         adapter=adapter,
         base=base,
     )
-    with _progress_bar() as on_progress:
-        result = evaluate_target(resolved, warn=_warn, on_progress=on_progress)
+    with progress_bar() as on_progress:
+        result = evaluate_target(resolved, warn=warn, on_progress=on_progress)
     summary = result.to_dict()
-    _print_facts(
+    print_facts(
         {
             "policy": f"{resolved.description} ({resolved.config.quant.format} base)",
             "data": f"{resolved.config.data.eval}, {summary['count']} questions",
@@ -162,7 +163,7 @@ def evaluate(
         }
     )
     if out is not None:
-        _write_json(out, {"target": resolved.description, **summary, "rows": result.rows})
+        write_json(out, {"target": resolved.description, **summary, "rows": result.rows})
 
 
 @app.command(epilog=_examples("rollout"))
@@ -191,10 +192,10 @@ def rollout(
         adapter=adapter,
         base=base,
     )
-    with _progress_bar() as on_progress:
-        result = sample_target(resolved, samples=n, limit=limit, out=out, warn=_warn, on_progress=on_progress)
+    with progress_bar() as on_progress:
+        result = sample_target(resolved, samples=n, limit=limit, out=out, warn=warn, on_progress=on_progress)
     accuracy = "nothing scorable" if result["accuracy"] is None else f"{100 * result['accuracy']:.1f} %"
-    _print_facts(
+    print_facts(
         {
             "policy": f"{resolved.description} ({resolved.config.quant.format} base)",
             "answers": f"{result['answers']}, accuracy {accuracy}",
@@ -232,7 +233,7 @@ def quantize(
     from qerl.quantize.report import facts, table
     from qerl.train.session import resolve_device
 
-    with _progress_bar("groups") as on_progress:
+    with progress_bar("groups") as on_progress:
         quality = quantize_command(
             resolve_model_path(model),
             out,
@@ -248,8 +249,8 @@ def quantize(
             activations=activations,
             progress=lambda done, total, name: on_progress(done, total, 0),
         )
-    _print_facts({"written": out, **facts(quality)})
-    Console().print(table(quality))
+    print_facts({"written": out, **facts(quality)})
+    rich.print(table(quality))
 
 
 @app.command(epilog=_examples("report"))
@@ -273,7 +274,7 @@ def report(
         raise ConfigError("a run folder takes no settings", got=" ".join(settings))
     from qerl.report.html import write_report
 
-    _print_facts({"report": write_report(folder, out)})
+    print_facts({"report": write_report(folder, out)})
 
 
 @app.command(epilog=_examples("validate"))
@@ -312,7 +313,7 @@ def rescore(
 
     result = run_rescore(run, overrides, step=step, rollout=rollout, rows=rows)
     limit = result.tolerance
-    _print_facts(
+    print_facts(
         {
             "rollout": f"{result.rollout} (step {result.rollout + 1}), {result.rows} answers, {result.tokens} tokens",
             "noise": result.noise,
@@ -357,45 +358,3 @@ def _split(settings: Sequence[str] | None) -> tuple[str | None, list[str]]:
 
 def _as_settings(flags: dict[str, Any]) -> list[str]:
     return [f"{key}={value}" for key, value in flags.items() if value is not None]
-
-
-def _stderr() -> Console:
-    return Console(stderr=True)
-
-
-def _warn(text: str) -> None:
-    _stderr().print(f"[yellow]warning:[/] {escape(text)}", highlight=False, soft_wrap=True)
-
-
-def _print_facts(facts: dict[str, Any]) -> None:
-    width = max(map(len, facts))
-    for name, value in facts.items():
-        typer.echo(f"{name:<{width}}  {value}")
-
-
-def _write_json(path: Path, value: Any) -> None:
-    from qerl.metrics.files import to_json, whole_file
-
-    with whole_file(path) as temporary:
-        temporary.write_text(json.dumps(to_json(value), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-@contextmanager
-def _progress_bar(what: str = "answers") -> Iterator[Callable[[int, int, int], None]]:
-    """A bar on stderr; yields the callback that moves it (done, in all, tokens)."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = [
-        TextColumn(what),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[note]}"),
-    ]
-    with Progress(*columns, console=_stderr(), transient=True) as bar:
-        task = bar.add_task(what, total=None, note="")
-
-        def move(done: int, total: int, tokens: int) -> None:
-            bar.update(task, completed=done, total=total, note=f"{tokens} tokens" if tokens else "")
-
-        yield move

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import numbers
 import os
@@ -42,6 +43,13 @@ def whole_folder(path: Path) -> Iterator[Path]:
         temporary.rename(path)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Writes JSON whole or not at all; numbers that are not finite become null."""
+    with whole_file(path) as temporary:
+        text = json.dumps(to_json(value), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+        temporary.write_text(text, encoding="utf-8")
 
 
 def to_json(value: Any) -> Any:

@@ -33,7 +33,7 @@ from typing import Any, BinaryIO
 
 from qerl.errors import RunFolderError, nearest
 from qerl.metrics.behavior import write_behavior
-from qerl.metrics.files import is_temporary, to_json, whole_file
+from qerl.metrics.files import is_temporary, to_json, whole_file, write_json
 
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 _NUMBERED = re.compile(r"(?:step|rollout)-(\d+)(?:\.\w+)?")
@@ -125,7 +125,9 @@ class RunDir:
 
     def write_json(self, name: str | Path, value: Any) -> Path:
         """Writes JSON whole or not at all; numbers that are not finite become null."""
-        return self.write_text(name, json.dumps(to_json(value), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+        path = self._inside(name)
+        write_json(path, value)
+        return path
 
     def read_json(self, name: str | Path) -> Any | None:
         """The content of a JSON file of the run, or None when there is no such file.
