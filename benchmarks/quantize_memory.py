@@ -1,7 +1,7 @@
 """Peak memory of quantizing, against the depth of the model: random weights in real shapes, a few layers of them.
 
     python benchmarks/quantize_memory.py --shape 32b --layers 1 3 --method rtn
-    python benchmarks/quantize_memory.py --shape 1.5b --layers 2 4 --method awq --calibration-count 8 --calibration-length 256
+    python benchmarks/quantize_memory.py --shape 0.5b --layers 2 4 --method awq --calibration-count 8 --calibration-length 256
 
 Each depth is a process of its own on the CPU. Peak is the largest resident set (VmHWM), files that are mapped included; base is that of
 the process after its imports. A shard of the source holds about --shard-gb; a layer is never cut.
@@ -22,6 +22,7 @@ SHAPES: dict[str, dict[str, int]] = {
     "32b": {"hidden_size": 5120, "intermediate_size": 27648, "num_attention_heads": 40, "num_key_value_heads": 8},
     "7b": {"hidden_size": 3584, "intermediate_size": 18944, "num_attention_heads": 28, "num_key_value_heads": 4},
     "1.5b": {"hidden_size": 1536, "intermediate_size": 8960, "num_attention_heads": 12, "num_key_value_heads": 2},
+    "0.5b": {"hidden_size": 896, "intermediate_size": 4864, "num_attention_heads": 14, "num_key_value_heads": 2},
     "tiny": {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2},
 }
 """Shapes of the Qwen2.5 family; the vocabulary is that of the packaged model, whose tokenizer is used."""

@@ -221,4 +221,6 @@ def test_an_mxfp4_checkpoint_is_read_with_equal_weights(tmp_path):
             start, stop = linear.rows_of(part)
             name = "model." + linear.name.rsplit(".", 1)[0] + f".{part}.weight"
             dense = dequantize(linear.weight)[start:stop]
-            assert torch.equal(theirs.get_parameter(name).float(), dense), "a power of two times a code is exact in bfloat16"
+            assert torch.equal(theirs.get_parameter(name).float(), dense), (
+                "a power of two times a code is exact in bfloat16"
+            )
