@@ -76,7 +76,7 @@ class RunDir:
         Raises:
             RunFolderError: the folder already holds a run, or the path is a file.
         """
-        if self.path.is_file():
+        if any(parent.is_file() for parent in (self.path, *self.path.parents)):
             raise RunFolderError(
                 "the run folder is a file",
                 got=self.path,

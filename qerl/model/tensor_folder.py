@@ -18,6 +18,10 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
 
+FLOAT_TYPES = ("F64", "F32", "F16", "BF16")
+"""Types, as safetensors names them, that an unpacked weight may have."""
+
+
 class TensorFile:
     """One safetensors file; tensors are read when asked for.
 
@@ -38,6 +42,10 @@ class TensorFile:
                 remedy="Copy or download the file again.",
             ) from None
         self.names = frozenset(self._file.keys())
+
+    def dtype(self, name: str) -> str:
+        """Type of a tensor by its safetensors name, from the header."""
+        return str(self._file.get_slice(name).get_dtype())
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor, from the header alone."""
@@ -118,7 +126,7 @@ class TensorFolder:
             ignored: names that may be present and are not used.
 
         Raises:
-            CheckpointError: a tensor is missing, has another shape, or is not part of the model.
+            CheckpointError: a tensor is missing, has another shape, holds integers, or is not part of the model.
         """
         for name, shape in expected.items():
             if name not in self._home:
@@ -133,6 +141,14 @@ class TensorFolder:
                     f"{self._home[name].path}: tensor {name} does not fit config.json",
                     got=f"shape {list(found)}",
                     expected=f"shape {list(shape)}",
+                )
+            dtype = self._home[name].dtype(name)
+            if name.endswith((".weight", ".bias")) and dtype not in FLOAT_TYPES:
+                raise CheckpointError(
+                    f"{self._home[name].path}: tensor {name} is not of a floating-point type",
+                    got=dtype,
+                    expected=" or ".join(FLOAT_TYPES),
+                    remedy="The folder may hold weights quantized in a layout that is not supported.",
                 )
         extra = sorted(set(self._home) - set(expected) - ignored)
         if extra:

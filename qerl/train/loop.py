@@ -255,11 +255,9 @@ class Trainer:
             self.run.write_completions_text(rollout.index + 1, text)
 
     def finish_step(self, metrics: dict[str, float], *, save: bool) -> None:
-        """Save when due, write the step's line, tell the terminal. The line comes last: it says the step is whole."""
+        """Write the step's line, tell the terminal, save when due. The checkpoint comes last: resuming cuts off later lines,
+        so a line may be without its checkpoint and a checkpoint never without its line. Its seconds count for the next step."""
         state = self.state
-        if save:
-            with self.timer.stage("save"):
-                self.save()
         stages = self.timer.end_step()
         metrics |= {f"time/{name}": seconds for name, seconds in stages.items()}
         metrics |= step_metrics.memory_metrics(self.session.device)
@@ -269,6 +267,9 @@ class Trainer:
                 self.warn(notice.text, key=notice.key)
         self.writer.write(state.step, metrics)
         self.progress.step(metrics | {"step": state.step})
+        if save:
+            with self.timer.stage("save"):
+                self.save()
 
     def save(self) -> None:
         """Write a checkpoint of everything the next step depends on; drop the oldest beyond ``keep_checkpoints``."""

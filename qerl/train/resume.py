@@ -8,6 +8,7 @@ written under a temporary name and renamed when it is whole.
 from __future__ import annotations
 
 import json
+import pickle
 import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -98,7 +99,7 @@ def load_checkpoint(folder: Path, model: Decoder, optimizer: torch.optim.Optimiz
     try:
         saved = torch.load(path, map_location="cpu", weights_only=True)
         optimizer.load_state_dict(saved)
-    except (OSError, RuntimeError, ValueError, EOFError) as error:
+    except (OSError, RuntimeError, ValueError, EOFError, KeyError, pickle.UnpicklingError) as error:
         raise CheckpointError(
             "the optimizer state cannot be read",
             got=f"{path}: {error}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from qerl.config.schema import Config
 from qerl.data.prompts import PromptSampler, build_prompts
 from qerl.data.tasks import load_rows
 from qerl.env_info import collect_env
-from qerl.errors import ConfigError, MissingDependencyError, RunFolderError
+from qerl.errors import ConfigError, MissingDependencyError, QerlError, RunFolderError
 from qerl.eval.evaluate import compare
 from qerl.kernels.fp4_linear import layout_gate
 from qerl.kernels.token_logprobs import head_gate
@@ -59,8 +60,15 @@ def train(config: Config, *, resume: bool = False, stop_after: int | None = None
         run.refuse_a_run()
     began = time.perf_counter()
     session = open_session(config, keep_reference_norms=config.objective.kl_coef > 0)
-    trainer = build_trainer(config, run, session, resume=resume, began=began)
     check_layout(session)
+    existed = folder.exists()
+    try:
+        trainer = build_trainer(config, run, session, resume=resume, began=began)
+    except QerlError:
+        # A start that fails leaves no folder behind that would refuse the corrected command.
+        if not resume and not existed:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
     trainer.progress.start(header(config, session, trainer))
     with (
         trainer.writer,

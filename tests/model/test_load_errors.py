@@ -111,3 +111,13 @@ def test_a_folder_without_safetensors(folder):
 def test_a_path_that_is_no_folder(tmp_path):
     with pytest.raises(CheckpointError, match="does not exist"):
         load_tiny(tmp_path / "absent")
+
+
+def test_integers_in_place_of_weights_are_refused(tmp_path):
+    from safetensors.torch import save_file
+
+    from qerl.model.tensor_folder import TensorFolder
+
+    save_file({"a.weight": torch.zeros(2, 2, dtype=torch.int32)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"a\.weight is not of a floating-point type; got I32"):
+        TensorFolder(tmp_path).check({"a.weight": (2, 2)}, frozenset())
