@@ -24,9 +24,10 @@ _STATEMENT = re.compile(
     re.IGNORECASE,
 )
 _MATH = re.compile(r"\$\$(.+?)\$\$|\\\[(.+?)\\\]|\\\((.+?)\\\)|\$([^$\n]+?)\$", re.DOTALL)
-_SENTENCE_END = re.compile(r"\n|(?<=\S)(?<!\bRs)(?<!\bNo)[.!?](?=[\s*\"')\]<]|$)|</?\w+>")
+_SENTENCE_END = re.compile(r"\n|。|(?<=\S)(?<!\bRs)(?<!\bNo)[.!?](?=[\s*\"')\]<]|$)|</?\w+>")
 _PROSE = re.compile(r"(?<![\\A-Za-z])(?!and\b)[A-Za-z]{3,}")
 _EQUALS = re.compile(r"(?<![\\<>!])=|\\approx\b|≈")
+_VARIABLE = re.compile(r"\$?[A-Za-z]\$?")
 _OPTION = re.compile(r"\(?[A-J]\)")
 _FRAC = re.compile(r"-?\s*\\[dt]?frac\s*(?:\{[^{}]*\}|\d)\s*(?:\{[^{}]*\}|\d)")
 _BRACES = re.compile(r"\\.|[{}]", re.DOTALL)
@@ -61,9 +62,14 @@ def boxed(text: str) -> tuple[int, str] | None:
 
 
 def right_side(value: str) -> str:
-    """What stands after the last equals (or approximately-equals) sign; the whole value when there is none."""
-    parts = _EQUALS.split(value)
-    return parts[-1].strip() or value
+    """What stands after the last equals (or approximately-equals) sign; the whole value when there is none.
+
+    ``7 = x`` gives the 7.
+    """
+    parts = [part.strip() for part in _EQUALS.split(value)]
+    if len(parts) == 2 and _VARIABLE.fullmatch(parts[1]) and parse_plain(parts[0]) is not None:
+        return parts[0]
+    return parts[-1] or value
 
 
 def _find(text: str) -> str | None:

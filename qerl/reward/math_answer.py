@@ -22,6 +22,7 @@ _WORD = re.compile(r"[A-Za-z]{3,}")
 _CLOCK_OR_RATIO = re.compile(r"\d\s*:\s*\d")
 _OPTION = re.compile(r"\(?([A-Ja-j])\)?")
 _OPTION_START = re.compile(r"\(?([A-J])(?:\)|[.:]|$)")
+_BASED = re.compile(r"([0-9A-Za-z]+)_\{?(\d+)\}?")
 _HEDGE = re.compile(r"^(?:approximately|approx\.?|about|roughly|exactly|around|\\approx|\\sim|≈|~)\s*", re.IGNORECASE)
 
 
@@ -45,6 +46,9 @@ def quick_equal(reference: str, found: str) -> bool | None:
         return _equals_number(number, found)
     if _canonical(reference) == _canonical(found):
         return True
+    based = [_BASED.fullmatch(_canonical(value)) for value in (reference, found)]
+    if based[0] and based[1]:
+        return based[0].groups() == based[1].groups()
     option = _OPTION.fullmatch(normalize(reference))
     if option and option[1].isupper():
         given = _OPTION_START.match(normalize(found)) or _OPTION.fullmatch(normalize(found))

@@ -12,6 +12,8 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 
+from qerl.reward.unicode_math import ascii_math
+
 MAX_DIGITS = 300
 """Longer digit strings, and larger powers of ten, are not read as plain numbers (they would only cost time)."""
 
@@ -53,8 +55,10 @@ _PLAIN = re.compile(
     rf"\s*(?:[$€£¥]|°|\^\s*\{{?\s*\\?(?:circ|degree)\s*\}}?)?{_UNIT_TAIL}"
 )
 
+# Letters that make a digit after them part of a name (H2O); a Chinese sentence may touch its numbers.
+_LETTERS = "A-Za-z\u00c0-\u024f\u0370-\u03ff"
 _TOKEN = re.compile(
-    rf"(?<![\w.\\])(?:(?<![)\]}}])-)?(?:US)?[$€£¥]?-?{_UNSIGNED}(?:[eE][-+]?\d+)?(?:/\d+(?![\d.]))?(?:\s?%)?"
+    rf"(?<![{_LETTERS}\d_.\\])(?:(?<![)\]}}])[-\u2212\u2013])?(?:US)?[$€£¥]?-?{_UNSIGNED}(?:[eE][-+]?\d+)?(?:/\d+(?![\d.]))?(?:\s?%)?"
     rf"(?:(?:{_UNITS})\b|(?![A-Za-z_]))"
 )
 
@@ -62,9 +66,10 @@ _BLOCK = 300
 _BREAK = re.compile(r"[^\d]\s")
 _OPTION = re.compile(r"^\(?[A-Z]\)\s*")
 _WORDS = re.compile(r"[A-Za-z\s.,:;!'\"*\-]*")
-_CHANGES_VALUE = re.compile(rf"\b(?:{_NOT_UNITS}|half|third|quarter)\b|(?<![A-Za-z])-|^\s+(?!a\s)[A-Za-z]\b")
+_CHANGES_VALUE = re.compile(rf"\b(?:{_NOT_UNITS}|half|third|quarter)\b|(?<![A-Za-z])-|^\s+(?!a\s)[A-Za-z]\b|^\s*!")
 
 _FRACTION = re.compile(r"\\frac\s*(?:\{\s*(-?[\d.,]+)\s*\}|(\d))\s*(?:\{\s*(-?[\d.,]+)\s*\}|(\d))")
+_REPEATING = re.compile(r"(?<![\d.])(\d*)\.(\d*)\\(?:overline|bar)\s*(?:\{\s*(\d+)\s*\}|(\d))")
 _TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|operatorname)\s*\{([^{}]*)\}")
 _SPACES = re.compile(r"\\[!,;:> ]|\\q?quad\b|~|[\u00a0\u2009\u202f]")
 
@@ -88,7 +93,7 @@ class PlainNumber:
 
 def normalize(value: str) -> str:
     """The value without math delimiters, markdown emphasis, LaTeX spacing, ``\\text`` and trailing punctuation."""
-    text = value.replace("\u2212", "-").replace("**", "").replace("\\$", "$").replace("\\%", "%").replace("{,}", ",")
+    text = ascii_math(value).replace("**", "").replace("\\$", "$").replace("\\%", "%").replace("{,}", ",")
     text = text.replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac").replace("\\left", "").replace("\\right", "")
     # Thin spaces inside a number group its digits; elsewhere they are spaces.
     text = re.sub(r"(?<=\d),?\s*\\[!,;: ]\s*(?=\d{3})", ",", text)
@@ -103,11 +108,12 @@ def parse_plain(value: str) -> PlainNumber | None:
     """The number that ``value`` is, or None when it is not one plain number.
 
     Accepts a sign, a currency sign, digits with or without thousands separators, decimals, powers of ten (``1.2e3``,
-    ``1.2 \\times 10^3``), simple and mixed fractions (also ``\\frac``), a percent sign or scale word, and a unit.
+    ``1.2 \\times 10^3``), repeating decimals (``0.\\overline{3}``), simple and mixed fractions (also ``\\frac``), a percent
+    sign or scale word, and a unit.
     """
     if len(value) > MAX_DIGITS:
         return None
-    text = normalize(value)
+    text = _REPEATING.sub(_repeating, normalize(value))
     text = _FRACTION.sub(lambda m: f" {m[1] or m[2]}/{m[3] or m[4]} ", text).strip()
     text = re.sub(r"^-\s+", "-", text)
     match = _PLAIN.fullmatch(text)
@@ -180,6 +186,13 @@ def _evaluate(match: re.Match[str]) -> PlainNumber | None:
         return None
     negative = (groups["sign"] == "-") != (groups["sign2"] == "-")
     return PlainNumber(-value if negative else value, SCALES[groups["scale"] or ""])
+
+
+def _repeating(match: re.Match[str]) -> str:
+    """A repeating decimal as a fraction: 0.1 with 6 repeating is (16 - 1) / 90."""
+    whole, fixed, period = match[1], match[2], match[3] or match[4]
+    numerator = int(whole + fixed + period) - int((whole + fixed) or "0")
+    return f" {numerator}/{10 ** len(fixed) * (10 ** len(period) - 1)} "
 
 
 def _decimal(text: str) -> Fraction:
