@@ -31,6 +31,8 @@ _IMPLEMENTATIONS: dict[str, tuple[Implementation, ...]] = {
     "rms_norm": (Implementation("reference", "qerl.kernels.rms_norm.reference"),),
     "attention": (Implementation("reference", "qerl.kernels.attention.reference"),),
     "token_logprobs": (Implementation("reference", "qerl.kernels.token_logprobs.reference"),),
+    "activation": (Implementation("reference", "qerl.kernels.activation.reference"),),
+    "rope": (Implementation("reference", "qerl.kernels.rope.reference"),),
 }
 
 OPERATIONS = tuple(_IMPLEMENTATIONS)

@@ -19,7 +19,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from qerl.formats import PackedWeight
-from qerl.kernels.rms_norm import rms_norm
+from qerl.kernels.activation import silu_mul
+from qerl.kernels.rms_norm import add_rms_norm, rms_norm
+from qerl.kernels.rope import HeadNorms, rope
 from qerl.kernels.token_logprobs import Head, head_logits
 from qerl.model.aqn import NoisePass, NoiseSource
 from qerl.model.attention import AttentionContext
@@ -65,61 +67,71 @@ class DecoderLayer(nn.Module):
     def forward(
         self,
         x_TD: Tensor,
+        residual_TD: Tensor | None,
         rotation: tuple[Tensor, Tensor],
         context: AttentionContext,
         noise: NoisePass | None,
         adapters: bool,
         reference: bool,
-    ) -> Tensor:
-        x_TD = self.after_attention(x_TD, rotation, context, noise, adapters, reference)
-        return self.after_mlp(x_TD, noise, adapters, reference)
+    ) -> tuple[Tensor, Tensor]:
+        """(output of the MLP, stream before it): the next layer adds them, in the same pass over memory as its norm.
+
+        ``x_TD`` and ``residual_TD`` are the same of the layer before; with no residual, x is the stream itself.
+        """
+        qkv_TX, stream_TD = self._normed("attn_norm", self.qkv, x_TD, residual_TD, noise, adapters, reference)
+        o_TD = self._attention(qkv_TX, rotation, context, noise, adapters)
+        gate_up_TX, stream_TD = self._normed("mlp_norm", self.gate_up, o_TD, stream_TD, noise, adapters, reference)
+        return self.down.stacked(silu_mul(gate_up_TX), adapters), stream_TD
+
+    def whole(self, x_TD: Tensor, *arguments: Any) -> Tensor:
+        """The residual stream after the layer, from that before it; arguments as of ``forward``."""
+        o_TD, stream_TD = self(x_TD, None, *arguments)
+        return stream_TD + o_TD
 
     def after_attention(
-        self,
-        x_TD: Tensor,
-        rotation: tuple[Tensor, Tensor],
-        context: AttentionContext,
-        noise: NoisePass | None,
-        adapters: bool,
-        reference: bool,
+        self, x_TD: Tensor, rotation: tuple[Tensor, Tensor], context: AttentionContext, noise: NoisePass | None
     ) -> Tensor:
-        """First half: what ``attn_norm`` reads, with the attention's output added."""
-        qkv_TX = self._normed("attn_norm", self.qkv, x_TD, noise, adapters, reference)
-        return x_TD + self._attention(qkv_TX, rotation, context, noise, adapters)
+        """First half, with adapters: what ``mlp_norm`` reads."""
+        qkv_TX, stream_TD = self._normed("attn_norm", self.qkv, x_TD, None, noise, True, False)
+        return stream_TD + self._attention(qkv_TX, rotation, context, noise, True)
 
-    def after_mlp(self, x_TD: Tensor, noise: NoisePass | None, adapters: bool, reference: bool) -> Tensor:
-        """Second half: what ``mlp_norm`` reads, with the MLP's output added."""
-        gate_up_TX = self._normed("mlp_norm", self.gate_up, x_TD, noise, adapters, reference)
-        gate_TF, up_TF = gate_up_TX.split(self.gate_up.sizes, dim=-1)
-        return x_TD + self.down.stacked(F.silu(gate_TF) * up_TF, adapters)
+    def after_mlp(self, x_TD: Tensor, noise: NoisePass | None) -> Tensor:
+        """Second half, with adapters: what the next layer's ``attn_norm`` reads."""
+        gate_up_TX, stream_TD = self._normed("mlp_norm", self.gate_up, x_TD, None, noise, True, False)
+        return stream_TD + self.down.stacked(silu_mul(gate_up_TX))
 
     def _normed(
         self,
         site: str,
         linear: GroupedLinear,
         x_TD: Tensor,
+        residual_TD: Tensor | None,
         noise: NoisePass | None,
         adapters: bool,
         reference: bool,
-    ) -> Tensor:
-        """The projections that read a norm, applied to it: [T, rows of all]. One product, or one a projection where each has
-        a draw of its own."""
-        weight_D = self.reference_norms[site] if reference else getattr(self, site)
+    ) -> tuple[Tensor, Tensor]:
+        """The projections that read a norm, applied to it: [T, rows of all], and the stream that the norm reads. One product,
+        or one a projection where each has a draw of its own."""
+        weight_D, eps = self.reference_norms[site] if reference else getattr(self, site), self.spec.rms_eps
         if noise is None or not noise.independent:
-            z = None if noise is None else noise.z(self.index, site)
-            return linear.stacked(rms_norm(x_TD, weight_D, self.spec.rms_eps, z), adapters)
+            z = None if noise is None else noise.of_norm(self.index, site)
+            h_TD, stream_TD = add_rms_norm(x_TD, residual_TD, weight_D, eps, z)
+            return linear.stacked(h_TD, adapters), stream_TD
+        stream_TD = x_TD if residual_TD is None else residual_TD + x_TD
         outputs = []
         for part in linear.parts:
-            h_TD = rms_norm(x_TD, weight_D, self.spec.rms_eps, noise.z(self.index, f"{site}/{part}"))
+            h_TD = rms_norm(stream_TD, weight_D, eps, noise.of_norm(self.index, f"{site}/{part}"))
             outputs.append(linear.member(part, h_TD, adapters))
-        return torch.cat(outputs, dim=-1)
+        return torch.cat(outputs, dim=-1), stream_TD
 
-    def _head_norm(self, site: str, x_TNd: Tensor, weight_d: Tensor, noise: NoisePass | None) -> Tensor:
-        """Norm over each head of q or of k; all heads share the scale, and so its noise."""
-        z = None if noise is None else noise.z(self.index, site)
-        if z is not None and z.dim() == 2:
-            z = z.unsqueeze(1).expand_as(x_TNd)
-        return rms_norm(x_TNd, weight_d, self.spec.rms_eps, z)
+    def head_norms(self, noise: NoisePass | None) -> HeadNorms | None:
+        """Norms over each head of q and of k, with their noise; None where the model has none."""
+        if self.q_norm is None or self.k_norm is None:
+            return None
+        q_noise, k_noise = (None if noise is None else noise.of_norm(self.index, site) for site in ("q_norm", "k_norm"))
+        return HeadNorms(
+            q_weight_d=self.q_norm, k_weight_d=self.k_norm, eps=self.spec.rms_eps, q_noise=q_noise, k_noise=k_noise
+        )
 
     def _attention(
         self,
@@ -130,18 +142,11 @@ class DecoderLayer(nn.Module):
         adapters: bool,
     ) -> Tensor:
         spec = self.spec
-        tokens, rotated_heads = qkv_TX.shape[0], spec.num_heads + spec.num_kv_heads
-        qk_TX, v_TX = qkv_TX.split((spec.q_size + spec.kv_size, spec.kv_size), dim=-1)
-        qk_TNd = qk_TX.reshape(tokens, rotated_heads, spec.head_dim)
-        if self.q_norm is not None and self.k_norm is not None:
-            q_THd, k_TKd = qk_TNd.split((spec.num_heads, spec.num_kv_heads), dim=1)
-            q_THd = self._head_norm("q_norm", q_THd, self.q_norm, noise)
-            k_TKd = self._head_norm("k_norm", k_TKd, self.k_norm, noise)
-            qk_TNd = torch.cat((q_THd, k_TKd), dim=1)
-        q_THd, k_TKd = rotate(qk_TNd, rotation).split((spec.num_heads, spec.num_kv_heads), dim=1)
-        v_TKd = v_TX.reshape(tokens, spec.num_kv_heads, spec.head_dim)
+        q_THd, k_TKd, v_TKd = rope(
+            qkv_TX, None, *rotation, spec.num_heads, spec.num_kv_heads, norms=self.head_norms(noise)
+        )
         o_THd = context.attend(self.index, q_THd, k_TKd, v_TKd)
-        return self.o.stacked(o_THd.reshape(tokens, spec.q_size), adapters)
+        return self.o.stacked(o_THd.reshape(len(qkv_TX), spec.q_size), adapters)
 
 
 class Decoder(nn.Module):
@@ -235,14 +240,16 @@ class Decoder(nn.Module):
         rotation = self._rotation(context.positions_T)
         recompute = checkpointing and torch.is_grad_enabled()
         seen = None if noise is None else noise.for_pass(context)
+        call: tuple[Any, ...] = (rotation, context, seen, adapters, reference)
+        stream_TD: Tensor | None = None
         for layer in self.layers:
-            call: tuple[Any, ...] = (x_TD, rotation, context, seen, adapters, reference)
             if recompute:
-                x_TD = checkpoint(layer, *call, use_reentrant=False, preserve_rng_state=False)
+                # One tensor a layer is kept, so the layer's output is added here and not by the next norm.
+                x_TD = checkpoint(layer.whole, x_TD, *call, use_reentrant=False, preserve_rng_state=False)
             else:
-                x_TD = layer(*call)
-        z = None if seen is None else seen.z(self.spec.num_layers, "final_norm")
-        return rms_norm(x_TD, self.final_norm, self.spec.rms_eps, z)
+                x_TD, stream_TD = layer(x_TD, stream_TD, *call)
+        z = None if seen is None else seen.of_norm(self.spec.num_layers, "final_norm")
+        return add_rms_norm(x_TD, stream_TD, self.final_norm, self.spec.rms_eps, z)[0]
 
     def norm_inputs(self, tokens_T: Tensor, context: AttentionContext) -> Iterator[tuple[int, str, Tensor]]:
         """(layer, norm, x [T, D]): what each layer norm reads in a pass with adapters and without noise, in order."""
@@ -251,9 +258,9 @@ class Decoder(nn.Module):
         for layer in self.layers:
             assert isinstance(layer, DecoderLayer)
             yield layer.index, "attn_norm", x_TD
-            x_TD = layer.after_attention(x_TD, rotation, context, None, True, False)
+            x_TD = layer.after_attention(x_TD, rotation, context, None)
             yield layer.index, "mlp_norm", x_TD
-            x_TD = layer.after_mlp(x_TD, None, True, False)
+            x_TD = layer.after_mlp(x_TD, None)
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
         """float32 logits [N, V] of hidden states [N, D]."""
@@ -274,22 +281,8 @@ class Decoder(nn.Module):
         return {name: parameter for name, parameter in self.named_parameters() if parameter.requires_grad}
 
     def _rotation(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
-        """Table rows of the given positions, shaped to apply to [T, heads, d]."""
-        return (
-            self.rope_cos.index_select(0, positions_T).unsqueeze(1),
-            self.rope_sin.index_select(0, positions_T).unsqueeze(1),
-        )
-
-
-def rotate(x_TNd: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotary embedding of [T, heads, d]: pairs (j, j + d/2) turn by position * frequency j. Computed in float32.
-
-    With the sines of the first half negated in the table, x * cos + swap_halves(x) * sin is the whole rotation. (A fused
-    multiply-add would be one rounding less, and one unit in the last place away from everybody else's float32.)
-    """
-    cos_T1d, sin_T1d = rotation
-    x = x_TNd.float()
-    return (x * cos_T1d + x.roll(x.shape[-1] // 2, -1) * sin_T1d).to(x_TNd.dtype)
+        """Table rows of the given positions, [T, d] each."""
+        return self.rope_cos.index_select(0, positions_T), self.rope_sin.index_select(0, positions_T)
 
 
 def rotation_table(rope: RopeSpec, head_dim: int, positions: int, device: torch.device) -> tuple[Tensor, Tensor]:

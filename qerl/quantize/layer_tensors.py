@@ -17,8 +17,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from qerl.kernels.rms_norm import rms_norm
+from qerl.kernels.rope import rotate
 from qerl.model.attention import AttentionContext
-from qerl.model.decoder import rotate, rotation_table
+from qerl.model.decoder import rotation_table
 from qerl.model.spec import ModelSpec
 from qerl.quantize.source import CheckpointSource
 

@@ -14,6 +14,7 @@ from collections.abc import Sequence as Items
 import torch
 from torch import Tensor
 
+from qerl.kernels.rms_norm import NormNoise, TableNoise
 from qerl.model.aqn import Noise, NoisePass, NoiseSource, Place
 from qerl.model.attention import AttentionContext
 
@@ -68,6 +69,10 @@ class _RowPass(NoisePass):
 
     def values(self, place: Place) -> Tensor:
         return self._tables[place][: len(self.positions_T)]
+
+    def of_norm(self, layer: int, name: str) -> NormNoise | None:
+        place = (layer, name)
+        return TableNoise(z_RD=self.values(place), noisy_T=self._noisy_T) if place in self._tables else None
 
 
 def decode_noise(noise: Noise | None, rows: int, device: torch.device) -> NoiseSource | None:

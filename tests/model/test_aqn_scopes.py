@@ -7,6 +7,7 @@ from tiny_models import decoder_logits, load_tiny, pack, random_tokens, randomiz
 from qerl.config.schema import LoraConfig
 from qerl.errors import ConfigError
 from qerl.kernels import philox
+from qerl.kernels.rms_norm import noise_values
 from qerl.model.aqn import NoiseState, places, z_over_w
 from qerl.model.attention import PackedSequences
 
@@ -92,6 +93,18 @@ def test_counters_are_the_documented_ones(model, scope):
         c3=5,
     )
     assert torch.equal(z[position], expected)
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+@pytest.mark.parametrize("prompt", ["noisy", "clean"])
+@pytest.mark.parametrize("magnitude", ["absolute", "relative"])
+def test_what_the_kernels_are_given_has_the_values_of_z(model, scope, prompt, magnitude):
+    where = context()
+    seen = state(scope=scope, prompt=prompt, magnitude=magnitude).materialize(model).for_pass(where)
+    place = (1, "mlp_norm")
+    values = noise_values(seen.of_norm(*place))
+    assert torch.equal(values.expand(sum(LENGTHS), -1), seen.z(*place).expand(sum(LENGTHS), -1))
+    assert seen.of_norm(1, "q_norm") is None
 
 
 @pytest.mark.parametrize("scope", SCOPES)
@@ -212,7 +225,7 @@ def test_independent_draws_give_each_projection_the_scale_w_plus_its_own_z(model
     u_TD = x_TD * torch.rsqrt(x_TD.square().mean(-1, keepdim=True) + model.spec.rms_eps)
     where = context((0,), (5,), (1,))
     with torch.no_grad():
-        found = layer._normed("attn_norm", layer.qkv, x_TD, noise.for_pass(where), True, False).split(
+        found = layer._normed("attn_norm", layer.qkv, x_TD, None, noise.for_pass(where), True, False)[0].split(
             layer.qkv.sizes, -1
         )
         for index, part in enumerate(("q_proj", "k_proj", "v_proj")):

@@ -18,7 +18,17 @@ from torch import Tensor
 
 from qerl.kernels.philox import reference
 
-__all__ = ["normal", "normal_rows", "permutation", "philox4x32", "stream_key", "uniform", "uniform_at", "words"]
+__all__ = [
+    "normal",
+    "normal_rows",
+    "normal_rows_of",
+    "permutation",
+    "philox4x32",
+    "stream_key",
+    "uniform",
+    "uniform_at",
+    "words",
+]
 
 _SHIFT = 1 << 31
 _SLICE_ELEMENTS = 1 << 20
@@ -92,18 +102,28 @@ def normal_rows(seed: int, stream: str, n: int, *, c1: Tensor | int, c2: Tensor 
     Args:
         c1, c2, c3: int64 [R] in [0, 2^32), or integers; at least one is a tensor.
     """
-    first = next(c for c in (c1, c2, c3) if isinstance(c, Tensor))
+    return normal_rows_of(stream_key(seed, stream), n, c1=c1, c2=c2, c3=c3)
+
+
+def normal_rows_of(key: reference.Key, n: int, *, c1: Tensor | int, c2: Tensor | int, c3: Tensor | int) -> Tensor:
+    """`normal_rows` of a key that is given: two integers in [0, 2^32), or int64 tensors of one value.
+
+    Counters may also be int64 [1], for all rows; R is the length of the longest.
+    """
+    tensors = [c for c in (c1, c2, c3) if isinstance(c, Tensor)]
+    first = max(tensors, key=len)
     blocks = torch.arange(-(-n // 4), dtype=torch.int64, device=first.device)
     # Rows are drawn a slice at a time: the integers and float64 numbers in between are 20 times the size of the result.
     step = max(1, _SLICE_ELEMENTS // n)
     slices = [slice(start, start + step) for start in range(0, len(first), step)]
     result_Rn = torch.empty(len(first), n, dtype=torch.float32, device=first.device)
+    counters = [
+        c.expand(len(first)) if isinstance(c, Tensor) else torch.tensor(_checked(c), device=first.device)
+        for c in (c1, c2, c3)
+    ]
     for rows in slices:
-        rest = tuple(
-            c[rows, None] if isinstance(c, Tensor) else torch.tensor(_checked(c), device=first.device)
-            for c in (c1, c2, c3)
-        )
-        words_Rbw = reference.stack_words((blocks, *rest), stream_key(seed, stream))
+        rest = tuple(c[rows, None] if c.dim() else c for c in counters)
+        words_Rbw = reference.stack_words((blocks, *rest), key)
         result_Rn[rows] = _box_muller(words_Rbw.flatten(-2))[..., :n]
     return result_Rn
 

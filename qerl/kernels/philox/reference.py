@@ -5,6 +5,8 @@ Source: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 import torch
 from torch import Tensor
 
@@ -21,7 +23,11 @@ def _multiply(a: int, b: Tensor) -> tuple[Tensor, Tensor]:
     return high >> 16, ((high & _LOW16) << 16) | (low & _LOW16)
 
 
-def philox4x32(counter: tuple[Tensor, ...], key: tuple[int, int]) -> tuple[Tensor, ...]:
+Key: TypeAlias = tuple[int, int] | tuple[Tensor, Tensor]
+"""Two words in [0, 2^32): integers, or int64 tensors of one value."""
+
+
+def philox4x32(counter: tuple[Tensor, ...], key: Key) -> tuple[Tensor, ...]:
     """Four output words of each block; the four counters are int64 in [0, 2^32), of one shape or broadcasting."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
@@ -33,6 +39,6 @@ def philox4x32(counter: tuple[Tensor, ...], key: tuple[int, int]) -> tuple[Tenso
     return c0, c1, c2, c3
 
 
-def stack_words(counter: tuple[Tensor, ...], key: tuple[int, int]) -> Tensor:
+def stack_words(counter: tuple[Tensor, ...], key: Key) -> Tensor:
     """int64 [..., 4]."""
     return torch.stack(torch.broadcast_tensors(*philox4x32(counter, key)), dim=-1)

@@ -1,17 +1,21 @@
-"""RMSNorm with the noise of adaptive quantization noise inside: h = x / sqrt(mean(x^2) + eps) * (w + z)."""
+"""RMSNorm with the noise of adaptive quantization noise inside: h = x / sqrt(mean(x^2) + eps) * (w + z).
+
+Legend: T tokens, D channels.
+"""
 
 from __future__ import annotations
 
 from torch import Tensor
 
 from qerl.kernels import dispatch
-from qerl.kernels.rms_norm.autograd import RmsNorm
+from qerl.kernels.rms_norm.autograd import AddRmsNorm, RmsNorm
+from qerl.kernels.rms_norm.noise import KeyedNoise, NormNoise, TableNoise, noise_values
 
-__all__ = ["rms_norm"]
+__all__ = ["KeyedNoise", "NormNoise", "TableNoise", "add_rms_norm", "noise_values", "rms_norm"]
 
 
 def rms_norm(
-    x_TD: Tensor, weight_D: Tensor, eps: float, noise: Tensor | None = None, *, kernel: str = "auto"
+    x_TD: Tensor, weight_D: Tensor, eps: float, noise: NormNoise | None = None, *, kernel: str = "auto"
 ) -> Tensor:
     """Normalize the last dimension and scale it.
 
@@ -19,8 +23,8 @@ def rms_norm(
         x_TD: [..., D], any floating type. Arithmetic is float32 (float64 for float64), cast back once.
         weight_D: clean scale w [D].
         eps: added to the mean square.
-        noise: z, float32 [D] (one draw for all tokens) or of x's shape (a draw a token); None adds nothing and gives
-            the same bits as z = 0. Constant: gets no gradient.
+        noise: z, float32 [D] (one draw for all tokens) or of x's shape (a draw a token), or a record of the draws of a
+            two-dimensional x; None adds nothing and gives the same bits as z = 0. Constant: gets no gradient.
         kernel: implementation by name.
 
     Returns:
@@ -30,4 +34,36 @@ def rms_norm(
     Raises:
         KernelUnavailableError: `kernel` cannot run here.
     """
-    return RmsNorm.apply(x_TD, weight_D, eps, noise, dispatch.load("rms_norm", x_TD.device, kernel))
+    implementation = dispatch.load("rms_norm", x_TD.device, kernel)
+    z, record = implementation.prepare(noise, x_TD)
+    return RmsNorm.apply(x_TD, weight_D, eps, z, record, implementation)
+
+
+def add_rms_norm(
+    x_TD: Tensor,
+    residual_TD: Tensor | None,
+    weight_D: Tensor,
+    eps: float,
+    noise: NormNoise | None = None,
+    *,
+    kernel: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """Add to the residual stream and normalize the sum: what stands between two blocks of a decoder.
+
+    Args:
+        x_TD: output of the last block, [T, D].
+        residual_TD: the stream before it, dtype of x; None when x is the stream itself.
+        weight_D, eps, noise: as of `rms_norm`.
+        kernel: implementation by name.
+
+    Returns:
+        (h, stream): stream = residual + x, rounded once to their type; h = `rms_norm` of the rounded stream, bit for bit.
+
+    Raises:
+        KernelUnavailableError: `kernel` cannot run here.
+    """
+    if residual_TD is None:
+        return rms_norm(x_TD, weight_D, eps, noise, kernel=kernel), x_TD
+    implementation = dispatch.load("rms_norm", x_TD.device, kernel)
+    z, record = implementation.prepare(noise, x_TD)
+    return AddRmsNorm.apply(x_TD, residual_TD, weight_D, eps, z, record, implementation)

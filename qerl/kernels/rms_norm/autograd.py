@@ -9,22 +9,70 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from qerl.kernels.rms_norm.noise import NormNoise
+
+# Noise comes as a tensor z, which is kept for the backward pass, or as a record, which is read (or drawn) again there.
+
 
 class RmsNorm(torch.autograd.Function):
     """Gradients to x and w; the noise is a given draw and gets none."""
 
     @staticmethod
     def forward(
-        ctx: Any, x_TD: Tensor, weight_D: Tensor, eps: float, noise: Tensor | None, kernel: ModuleType
+        ctx: Any,
+        x_TD: Tensor,
+        weight_D: Tensor,
+        eps: float,
+        z: Tensor | None,
+        record: NormNoise | None,
+        kernel: ModuleType,
     ) -> Tensor:
-        y_TD, inverse_T1 = kernel.forward(x_TD, weight_D, eps, noise)
-        ctx.save_for_backward(x_TD, weight_D, inverse_T1, noise)
-        ctx.kernel = kernel
+        y_TD, inverse_T1 = kernel.forward(x_TD, weight_D, eps, z if record is None else record)
+        ctx.save_for_backward(x_TD, weight_D, inverse_T1, z)
+        ctx.record, ctx.kernel = record, kernel
         return y_TD
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x_TD, weight_D, inverse_T1, noise = ctx.saved_tensors
-        grad_x, grad_weight = ctx.kernel.backward(grads[0], x_TD, weight_D, inverse_T1, noise)
-        return grad_x, grad_weight if ctx.needs_input_grad[1] else None, None, None, None
+        x_TD, weight_D, inverse_T1, z = ctx.saved_tensors
+        noise = z if ctx.record is None else ctx.record
+        grad_x, grad_weight = ctx.kernel.backward(
+            grads[0], x_TD, weight_D, inverse_T1, noise, needs_weight=ctx.needs_input_grad[1]
+        )
+        return grad_x, grad_weight, None, None, None, None
+
+
+class AddRmsNorm(torch.autograd.Function):
+    """Gradients to x and the residual, which are the same numbers, and to w. Keeps the sum instead of its two terms."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_TD: Tensor,
+        residual_TD: Tensor,
+        weight_D: Tensor,
+        eps: float,
+        z: Tensor | None,
+        record: NormNoise | None,
+        kernel: ModuleType,
+    ) -> tuple[Tensor, Tensor]:
+        noise = z if record is None else record
+        h_TD, stream_TD, inverse_T1 = kernel.add_forward(x_TD, residual_TD, weight_D, eps, noise)
+        ctx.save_for_backward(stream_TD, weight_D, inverse_T1, z)
+        ctx.record, ctx.kernel = record, kernel
+        ctx.set_materialize_grads(False)
+        return h_TD, stream_TD
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        grad_h, grad_stream = grads
+        if grad_h is None:
+            return grad_stream, grad_stream, None, None, None, None, None
+        stream_TD, weight_D, inverse_T1, z = ctx.saved_tensors
+        noise = z if ctx.record is None else ctx.record
+        grad_x, grad_weight = ctx.kernel.backward(
+            grad_h, stream_TD, weight_D, inverse_T1, noise, grad_stream, needs_weight=ctx.needs_input_grad[2]
+        )
+        return grad_x, grad_x, grad_weight, None, None, None, None

@@ -5,10 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from qerl.kernels.rms_norm.noise import NormNoise, noise_values
+
 
 def wide_type(x: Tensor) -> torch.dtype:
     """Arithmetic is float32, or float64 when the input is."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def prepare(noise: NormNoise | None, x_TD: Tensor) -> tuple[Tensor | None, None]:
+    """Noise as (tensor to keep for the backward pass, record to keep): here always the values."""
+    return noise_values(noise), None
 
 
 def scale(weight_D: Tensor, noise: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -24,10 +31,26 @@ def forward(x_TD: Tensor, weight_D: Tensor, eps: float, noise: Tensor | None) ->
     return (x * inverse * scale(weight_D, noise, x.dtype)).to(x_TD.dtype), inverse
 
 
+def add_forward(
+    x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float, noise: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(h, stream, inverse root mean square of the stream)."""
+    stream_TD = residual_TD + x_TD
+    h_TD, inverse_T1 = forward(stream_TD, weight_D, eps, noise)
+    return h_TD, stream_TD, inverse_T1
+
+
 def backward(
-    grad_TD: Tensor, x_TD: Tensor, weight_D: Tensor, inverse_T1: Tensor, noise: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Gradients to x (its dtype) and to w [D] (its dtype).
+    grad_TD: Tensor,
+    x_TD: Tensor,
+    weight_D: Tensor,
+    inverse_T1: Tensor,
+    noise: Tensor | None,
+    grad_stream_TD: Tensor | None = None,
+    *,
+    needs_weight: bool = True,
+) -> tuple[Tensor, Tensor | None]:
+    """Gradients to x (its dtype; with that of the stream beside the norm added) and to w [D] (its dtype), if needed.
 
     With u = x r, r = 1 / rms:  du = dh (w + z),  dx = r (du - u mean(du u)),  dw = sum over tokens of dh u.
     """
@@ -35,6 +58,8 @@ def backward(
     grad = grad_TD.to(wide)
     u = x_TD.to(wide) * inverse_T1
     grad_u = grad * scale(weight_D, noise, wide)
-    grad_x = inverse_T1 * (grad_u - u * (grad_u * u).mean(-1, keepdim=True))
-    grad_weight = (grad * u).flatten(0, -2).sum(0)
-    return grad_x.to(x_TD.dtype), grad_weight.to(weight_D.dtype)
+    grad_x = (inverse_T1 * (grad_u - u * (grad_u * u).mean(-1, keepdim=True))).to(x_TD.dtype)
+    if grad_stream_TD is not None:
+        grad_x = grad_stream_TD + grad_x
+    grad_weight = (grad * u).flatten(0, -2).sum(0).to(weight_D.dtype) if needs_weight else None
+    return grad_x, grad_weight

@@ -9,17 +9,29 @@ With scope ``rollout`` z is one vector a place, drawn once. The other scopes dra
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
 from qerl.kernels import philox
+from qerl.kernels.rms_norm import KeyedNoise, NormNoise, TableNoise
 from qerl.model.aqn.sites import LAYER_SHIFT, POSITION_SHIFT, SITE_IDS, NormSource, Place, clean_weight
 
 if TYPE_CHECKING:
     from qerl.model.aqn.state import NoiseState
     from qerl.model.attention import AttentionContext, SampleRows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counter:
+    """Key and counter words of the draws of one pass, as of ``KeyedNoise``, which all its places share."""
+
+    key_2: Tensor
+    c1_R: Tensor | None
+    c2_R: Tensor
+    c3_1: Tensor
 
 
 class NoiseSource(Protocol):
@@ -50,6 +62,7 @@ class Noise:
     ):
         self.state = state
         self.spreads = dict(spreads)
+        self._spread_tensors: dict[Place, Tensor] = {}
         self.widths = {place: weight_D.numel() for place, weight_D in weights.items()}
         self.values: dict[Place, Tensor] = {}
         """Place -> z, float32 [D], in scope ``rollout``; empty in the others."""
@@ -90,6 +103,28 @@ class Noise:
             state.seed, state.stream, self.widths[place], c1=counter, c2=keys_S, c3=state.rollout
         )
         return unit_SD * self.spreads[place]
+
+    def counter(self, samples: SampleRows, positions_T: Tensor) -> Counter:
+        """The parts of the Philox counter that all places of a pass share; not for scope ``rollout``."""
+        state, device = self.state, positions_T.device
+        token = state.scope == "token"
+        keys = samples.of_tokens(samples.keys_S) if token else samples.keys_S
+        key = philox.stream_key(state.seed, state.stream)
+        return Counter(
+            key_2=torch.tensor(key, device=device),
+            c1_R=positions_T << POSITION_SHIFT if token else None,
+            c2_R=keys // state.group_size if state.scope == "group" else keys,
+            c3_1=torch.tensor([state.rollout], device=device),
+        )
+
+    def spread_tensor(self, place: Place, device: torch.device) -> Tensor:
+        """Standard deviation of a place on the device, float32 [1] or [D]; made once."""
+        if place not in self._spread_tensors:
+            spread = self.spreads[place]
+            self._spread_tensors[place] = (
+                spread if isinstance(spread, Tensor) else torch.tensor([spread], dtype=torch.float32, device=device)
+            )
+        return self._spread_tensors[place]
 
     def only(self, place: Place) -> Noise:
         """The same noise at one place alone."""
@@ -140,15 +175,40 @@ class NoisePass:
         """Projections have draws of their own, named ``norm/projection``."""
         self.positions_T = context.positions_T
         self._samples: SampleRows | None = None
-        self._noisy_T1: Tensor | None = None
+        self._noisy_T: Tensor | None = None
+        self._counter: Counter | None = None
         self._by_sample = noise.by_sample
         if self._by_sample:
             state = noise.state
             assert context.samples is not None, f"noise of scope {state.scope} needs to know whose tokens these are"
             self._samples = context.samples
             if state.prompt == "clean":
-                noisy_T = self.positions_T >= context.samples.of_tokens(context.samples.prompt_lengths_S)
-                self._noisy_T1 = noisy_T.unsqueeze(1).float()
+                self._noisy_T = self.positions_T >= context.samples.of_tokens(context.samples.prompt_lengths_S)
+            if state.scope != "rollout":
+                self._counter = noise.counter(context.samples, self.positions_T)
+
+    def of_norm(self, layer: int, name: str) -> NormNoise | None:
+        """Noise of one place as the kernels take it, with the values of ``z``; nothing is drawn here."""
+        place, noise = (layer, name), self.noise
+        if not self._by_sample:
+            return noise.values.get(place)
+        if place not in noise.spreads:
+            return None
+        if noise.state.scope == "rollout":
+            return TableNoise(z_RD=noise.values[place].unsqueeze(0), noisy_T=self._noisy_T)
+        samples, counter = self._samples, self._counter
+        assert samples is not None and counter is not None
+        return KeyedNoise(
+            key_2=counter.key_2,
+            width=noise.widths[place],
+            c1=SITE_IDS[name] | layer << LAYER_SHIFT,
+            c1_R=counter.c1_R,
+            c2_R=counter.c2_R,
+            c3_1=counter.c3_1,
+            spread=noise.spread_tensor(place, self.positions_T.device),
+            rows_T=None if noise.state.scope == "token" else samples.sequence_T,
+            noisy_T=self._noisy_T,
+        )
 
     def z(self, layer: int, name: str) -> Tensor | None:
         """z of one place, float32 [D] for all tokens or [T, D]; None where there is no noise (bit-identical to off)."""
@@ -158,7 +218,7 @@ class NoisePass:
         if place not in self.noise.spreads:
             return None
         values = self.values(place)
-        return values if self._noisy_T1 is None else values * self._noisy_T1
+        return values if self._noisy_T is None else values * self._noisy_T.unsqueeze(1).float()
 
     def values(self, place: Place) -> Tensor:
         """z of one place as if all positions were noisy, [D] or [T, D]."""

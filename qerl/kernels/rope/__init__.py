@@ -1,0 +1,81 @@
+"""Rotary position embedding of q and k, with the norm over each head where a model has one.
+
+Legend: T tokens, H query heads, K key/value heads, d head size, X = (H + 2 K) d, P rows of the rotation tables.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from qerl.kernels import dispatch
+from qerl.kernels.rope.norms import HeadNorms
+from qerl.kernels.rope.reference import rotate
+
+__all__ = ["HeadNorms", "rope", "rope_append", "rotate"]
+
+
+def rope(
+    qkv_TX: Tensor,
+    positions_T: Tensor | None,
+    cos_Pd: Tensor,
+    sin_Pd: Tensor,
+    heads: int,
+    kv_heads: int,
+    *,
+    norms: HeadNorms | None = None,
+    kernel: str = "auto",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Split the fused projections into heads, normalize q and k if the model does, and rotate them. Differentiable.
+
+    Args:
+        qkv_TX: rows of q, k, v side by side.
+        positions_T: int64 [T], row of the tables for each token; None when the tables hold one row a token, in their order.
+        cos_Pd, sin_Pd: float32 tables; the sines of the first half of d carry a minus sign.
+        heads, kv_heads: H and K.
+        norms: scales of the norm over each head, and their noise; a gradient goes to qkv only.
+        kernel: implementation by name.
+
+    Returns:
+        (q [T, H, d], k [T, K, d], v [T, K, d]), dtype of qkv. The norm's output is rounded to that type, the rotation is
+        computed in float32 and rounded once, without a fused multiply-add.
+
+    Raises:
+        KernelUnavailableError: `kernel` cannot run here.
+    """
+    implementation = dispatch.load("rope", qkv_TX.device, kernel)
+    return implementation.rope(qkv_TX, positions_T, cos_Pd, sin_Pd, heads, kv_heads, norms)
+
+
+def rope_append(
+    qkv_TX: Tensor,
+    positions_T: Tensor | None,
+    cos_Pd: Tensor,
+    sin_Pd: Tensor,
+    heads: int,
+    kv_heads: int,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    place_T: Tensor,
+    *,
+    norms: HeadNorms | None = None,
+    kernel: str = "auto",
+) -> Tensor:
+    """`rope`, with k and v written to a cache: the start of attention in a generation step. No gradient.
+
+    Args:
+        qkv_TX, positions_T, cos_Pd, sin_Pd, heads, kv_heads, norms: as of `rope`.
+        k_cache, v_cache: contiguous, [..., K, d] in the type of qkv; changed in place.
+        place_T: int64 [T], where each token goes in the flattened leading dimensions; each place occurs once.
+        kernel: implementation by name.
+
+    Returns:
+        q [T, H, d], dtype of qkv.
+
+    Raises:
+        KernelUnavailableError: `kernel` cannot run here.
+    """
+    assert k_cache.is_contiguous() and v_cache.is_contiguous() and k_cache.dtype == v_cache.dtype == qkv_TX.dtype
+    implementation = dispatch.load("rope", qkv_TX.device, kernel)
+    return implementation.rope_append(
+        qkv_TX, positions_T, cos_Pd, sin_Pd, heads, kv_heads, norms, k_cache, v_cache, place_T
+    )

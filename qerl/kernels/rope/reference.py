@@ -1,0 +1,70 @@
+"""Rotary embedding in plain torch. Legend: T tokens, H query heads, K key/value heads, d head size, X = (H + 2 K) d."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from qerl.kernels.rms_norm import NormNoise, noise_values, rms_norm
+from qerl.kernels.rope.norms import HeadNorms
+
+
+def rotate(x_TNd: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotary embedding of [T, heads, d]: pairs (j, j + d/2) turn by position * frequency j. Computed in float32.
+
+    With the sines of the first half negated in the table, x * cos + swap_halves(x) * sin is the whole rotation. (A fused
+    multiply-add would be one rounding less, and one unit in the last place away from everybody else's float32.)
+    """
+    cos_T1d, sin_T1d = rotation
+    x = x_TNd.float()
+    return (x * cos_T1d + x.roll(x.shape[-1] // 2, -1) * sin_T1d).to(x_TNd.dtype)
+
+
+def rope(
+    qkv_TX: Tensor,
+    positions_T: Tensor | None,
+    cos_Pd: Tensor,
+    sin_Pd: Tensor,
+    heads: int,
+    kv_heads: int,
+    norms: HeadNorms | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See `qerl.kernels.rope.rope`."""
+    tokens, size = qkv_TX.shape[0], cos_Pd.shape[-1]
+    qk_TX, v_TX = qkv_TX.split(((heads + kv_heads) * size, kv_heads * size), dim=-1)
+    qk_TNd = qk_TX.reshape(tokens, heads + kv_heads, size)
+    if norms is not None:
+        q_THd, k_TKd = qk_TNd.split((heads, kv_heads), dim=1)
+        q_THd = _head_norm(q_THd, norms.q_weight_d, norms.eps, norms.q_noise)
+        k_TKd = _head_norm(k_TKd, norms.k_weight_d, norms.eps, norms.k_noise)
+        qk_TNd = torch.cat((q_THd, k_TKd), dim=1)
+    if positions_T is not None:
+        cos_Pd, sin_Pd = cos_Pd.index_select(0, positions_T), sin_Pd.index_select(0, positions_T)
+    q_THd, k_TKd = rotate(qk_TNd, (cos_Pd.unsqueeze(1), sin_Pd.unsqueeze(1))).split((heads, kv_heads), dim=1)
+    return q_THd, k_TKd, v_TX.reshape(tokens, kv_heads, size)
+
+
+def rope_append(
+    qkv_TX: Tensor,
+    positions_T: Tensor | None,
+    cos_Pd: Tensor,
+    sin_Pd: Tensor,
+    heads: int,
+    kv_heads: int,
+    norms: HeadNorms | None,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    place_T: Tensor,
+) -> Tensor:
+    """See `qerl.kernels.rope.rope_append`."""
+    q_THd, k_TKd, v_TKd = rope(qkv_TX, positions_T, cos_Pd, sin_Pd, heads, kv_heads, norms)
+    for cache, values_TKd in ((k_cache, k_TKd), (v_cache, v_TKd)):
+        cache.view(-1, *cache.shape[-2:]).index_copy_(0, place_T, values_TKd)
+    return q_THd
+
+
+def _head_norm(x_TNd: Tensor, weight_d: Tensor, eps: float, noise: NormNoise | None) -> Tensor:
+    z = noise_values(noise)
+    if z is not None and z.dim() == 2:
+        z = z.unsqueeze(1).expand_as(x_TNd)
+    return rms_norm(x_TNd, weight_d, eps, z, kernel="reference")

@@ -1,0 +1,108 @@
+"""Rotation of q and k against complex multiplication in float64; the norms over heads; writing to the cache."""
+
+import pytest
+import torch
+
+from qerl.kernels import philox
+from qerl.kernels.rms_norm import KeyedNoise, rms_norm
+from qerl.kernels.rope import HeadNorms, rope, rope_append
+
+TOKENS, HEADS, KV_HEADS, SIZE, POSITIONS = 5, 4, 2, 8, 16
+WIDTH = (HEADS + 2 * KV_HEADS) * SIZE
+
+
+def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def angles() -> torch.Tensor:
+    frequency_h = 100.0 ** -(torch.arange(SIZE // 2, dtype=torch.float64) / (SIZE // 2))
+    return torch.arange(POSITIONS, dtype=torch.float64)[:, None] * frequency_h
+
+
+def tables() -> tuple[torch.Tensor, torch.Tensor]:
+    cos, sin = angles().cos().float(), angles().sin().float()
+    return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+
+
+def turned(x_TNd: torch.Tensor, positions_T: torch.Tensor, *, back: bool = False) -> torch.Tensor:
+    """The rotation as a product of complex numbers, float64."""
+    real, imaginary = x_TNd.double().chunk(2, -1)
+    turns = torch.polar(torch.ones(()).double(), (-1 if back else 1) * angles()[positions_T])
+    result = torch.complex(real, imaginary) * turns[:, None]
+    return torch.cat((result.real, result.imag), -1)
+
+
+def norms(noise: bool) -> HeadNorms:
+    drawn = {
+        name: KeyedNoise(
+            key_2=torch.tensor(philox.stream_key(0, "noise")),
+            width=SIZE,
+            c1=site,
+            c2_R=torch.arange(TOKENS),
+            c3_1=torch.tensor([1]),
+            spread=torch.tensor([0.1]),
+        )
+        for name, site in (("q_noise", 3), ("k_noise", 4))
+    }
+    weights = {"q_weight_d": 1 + 0.1 * random(SIZE, seed=7), "k_weight_d": 1 + 0.1 * random(SIZE, seed=8)}
+    return HeadNorms(**weights, eps=1e-6, **(drawn if noise else {}))
+
+
+@pytest.mark.parametrize("positions", [[0, 3, 3, 15, 1], None])
+def test_q_and_k_turn_by_their_position_and_v_does_not(positions):
+    qkv, (cos, sin) = random(TOKENS, WIDTH), tables()
+    where = torch.arange(TOKENS) if positions is None else torch.tensor(positions)
+    given = None if positions is None else where
+    q, k, v = rope(
+        qkv, given, cos[:TOKENS] if given is None else cos, sin[:TOKENS] if given is None else sin, HEADS, KV_HEADS
+    )
+    parts = [part.unflatten(1, (-1, SIZE)) for part in qkv.split((HEADS * SIZE, KV_HEADS * SIZE, KV_HEADS * SIZE), 1)]
+    torch.testing.assert_close(q.double(), turned(parts[0], where), rtol=0, atol=1e-6)
+    torch.testing.assert_close(k.double(), turned(parts[1], where), rtol=0, atol=1e-6)
+    assert torch.equal(v, parts[2])
+
+
+@pytest.mark.parametrize("noise", [False, True])
+def test_heads_are_normalized_before_they_turn(noise):
+    qkv, (cos, sin), where = random(TOKENS, WIDTH), tables(), torch.tensor([0, 3, 3, 15, 1])
+    given = norms(noise)
+    q, k, _ = rope(qkv, where, cos, sin, HEADS, KV_HEADS, norms=given)
+    for found, start, weight, drawn in (
+        (q, 0, given.q_weight_d, given.q_noise),
+        (k, HEADS, given.k_weight_d, given.k_noise),
+    ):
+        x = qkv.unflatten(1, (-1, SIZE))[:, start : start + found.shape[1]]
+        z = None if drawn is None else drawn.z()[:, None].expand_as(x)
+        expected = turned(rms_norm(x.contiguous(), weight, 1e-6, z), where)
+        torch.testing.assert_close(found.double(), expected, rtol=0, atol=2e-6)
+
+
+def test_the_gradient_is_that_of_the_formula():
+    cos, sin = tables()
+    qkv = random(3, WIDTH, dtype=torch.float64)
+    upstream = [random(3, n, SIZE, seed=n) for n in (HEADS, KV_HEADS, KV_HEADS)]
+    x = qkv.float().requires_grad_()
+    outputs = rope(x, None, cos[:3], sin[:3], HEADS, KV_HEADS)
+    torch.autograd.backward(outputs, upstream)
+    q_k = torch.cat(upstream[:2], 1)
+    # The transpose of a rotation is the rotation back.
+    back = turned(q_k, torch.arange(3), back=True)
+    expected = torch.cat((back, upstream[2].double()), 1).flatten(1)
+    torch.testing.assert_close(x.grad.double(), expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("with_norms", [False, True])
+def test_append_writes_keys_and_values_at_their_places_and_nothing_else(with_norms):
+    qkv, (cos, sin), where = random(TOKENS, WIDTH).bfloat16(), tables(), torch.tensor([0, 3, 3, 15, 1])
+    given = norms(True) if with_norms else None
+    q, k, v = rope(qkv, where, cos, sin, HEADS, KV_HEADS, norms=given)
+    caches = [torch.full((2, 6, KV_HEADS, SIZE), float("nan"), dtype=torch.bfloat16) for _ in range(2)]
+    place = torch.tensor([11, 0, 5, 6, 2])
+    found = rope_append(qkv, where, cos, sin, HEADS, KV_HEADS, *caches, place, norms=given)
+    assert torch.equal(found, q)
+    for cache, values in zip(caches, (k, v), strict=True):
+        flat = cache.flatten(0, 1)
+        assert torch.equal(flat[place], values)
+        untouched = [i for i in range(12) if i not in place.tolist()]
+        assert flat[untouched].isnan().all()
