@@ -27,6 +27,11 @@ _PROGRESS = section(
     ("tokens/prompt", "tokens", "Prompt tokens of this step, counted once an answer."),
     ("tokens/completion", "tokens", "Answer tokens of this step."),
     ("dropped_prompts", "prompts", "Training prompts left out for being longer than `rollout.max_prompt_tokens`."),
+    (
+        "resumes/portable",
+        "resumes",
+        "Times the run went on from a portable checkpoint so far; present when above 0: the run is then not bit-exact.",
+    ),
 )
 
 _REWARD = section(
@@ -233,6 +238,11 @@ _TIME = section(
     ("time/evaluate", "seconds", "Held-out evaluation, where this step has one."),
     ("time/save", "seconds", "Writing records, adapters and checkpoints."),
     ("time/step", "seconds", "The step by the wall clock, without its evaluation and its checkpoint."),
+    (
+        "time/elapsed",
+        "seconds",
+        "Since the run began: set-up, steps, evaluations (this step's included) and saving; the time between a stop and a resume is not.",
+    ),
     kind="timing",
 )
 

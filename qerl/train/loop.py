@@ -35,7 +35,7 @@ from qerl.train.noise.director import NoiseDirector
 from qerl.train.policy_version import ActivePolicy, activate_policy, assert_clean_scales
 from qerl.train.resume import TrainState, prune_checkpoints, save_checkpoint
 from qerl.train.session import Session
-from qerl.train.stop import StopRequest
+from qerl.train.stop import Deadline, StopRequest
 from qerl.train.timing import StageTimer
 from qerl.train.warnings import config_warnings, step_warnings, trend_warnings
 
@@ -65,13 +65,15 @@ class Trainer:
     """Clock reading up to which ``state.wall_seconds`` counts."""
     peak_kv_bytes: int = 0
 
-    def fit(self, stop: StopRequest, stop_after: int | None = None) -> bool:
-        """Run to the end of the plan, to ``stop_after``, or to a stop request; whether the plan was finished."""
+    def fit(self, stop: StopRequest, stop_after: int | None = None, deadline: Deadline | None = None) -> bool:
+        """Run to the end of the plan, to ``stop_after``, to a stop request or a deadline; whether the plan was finished."""
         config, state = self.config, self.state
         for text in config_warnings(config):
             self.warn(text)
         if state.step == 0 and config.eval.before and self.eval_prompts:
             self.finish_step(self.evaluate("before") | {"policy_version": 0}, save=False)
+        if deadline is not None:
+            deadline.restart()
         while state.step < config.train.steps:
             metrics = self.step()
             last = state.step == config.train.steps
@@ -80,6 +82,8 @@ class Trainer:
                 metrics |= self.evaluate(f"step {state.step}")
             if last and config.eval.after and self.eval_prompts:
                 metrics |= self.evaluate("after")
+            # Asked last, so that a stretch holds the step's evaluation too.
+            leaving = (deadline is not None and deadline.reached()) or leaving
             self.finish_step(metrics, save=leaving or _due(config.train.save_every, state.step))
             if leaving and not last:
                 return False
@@ -261,6 +265,9 @@ class Trainer:
         stages = self.timer.end_step()
         metrics |= {f"time/{name}": seconds for name, seconds in stages.items()}
         metrics |= step_metrics.memory_metrics(self.session.device)
+        metrics["time/elapsed"] = state.wall_seconds + time.perf_counter() - self.began
+        if state.portable:
+            metrics["resumes/portable"] = len(state.portable)
         if state.step:
             self.history.append(metrics)
             for notice in step_warnings(self.config, metrics) + trend_warnings(self.config, self.history):

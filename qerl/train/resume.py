@@ -59,6 +59,8 @@ class TrainState:
     off_policy: dict[str, Any] = field(default_factory=dict)
     """Why others were not: reason -> steps, first step, detail."""
     base_hash: str = ""
+    portable: list[int] = field(default_factory=list)
+    """Steps after which the run went on from a portable checkpoint, and so not to the bit (``train.portable``)."""
 
 
 def save_checkpoint(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,22 +32,32 @@ from qerl.train.diagnostics.observer import Diagnostics
 from qerl.train.loop import Trainer
 from qerl.train.noise.director import NoiseDirector, load_sum
 from qerl.train.optimizer import make_optimizer
+from qerl.train.portable import expand_portable, is_portable
 from qerl.train.resume import TrainState, check_same_config, load_checkpoint
 from qerl.train.session import Session, max_num_seqs, open_session
-from qerl.train.stop import StopRequest
+from qerl.train.stop import Deadline, StopRequest
 from qerl.train.timing import StageTimer
 from qerl.train.warnings import prompt_warnings
 
 SUMMARY_SCHEMA = 1
 
 
-def train(config: Config, *, resume: bool = False, stop_after: int | None = None) -> Path:
+def train(
+    config: Config,
+    *,
+    resume: bool = False,
+    stop_after: int | None = None,
+    deadline: Deadline | None = None,
+    after: Callable[[Trainer], None] | None = None,
+) -> Path:
     """Train as ``config`` says and return the run folder.
 
     Args:
         config: the whole configuration.
         resume: continue the run in the folder from its newest checkpoint.
         stop_after: end after this step with a checkpoint; the plan (schedules, noise stages) stays that of the whole run.
+        deadline: end with a checkpoint after the step before which it is reached.
+        after: called with the live trainer when the plan is finished, before the summary.
 
     Raises:
         QerlError: anything a user can cause; nothing is written before the configuration, model and data are known good.
@@ -75,7 +86,9 @@ def train(config: Config, *, resume: bool = False, stop_after: int | None = None
         StopRequest(lambda: trainer.progress.note("stopping after this step; again to stop at once")) as stop,
     ):
         try:
-            finished = trainer.fit(stop, stop_after)
+            finished = trainer.fit(stop, stop_after, deadline)
+            if finished and after is not None:
+                after(trainer)
         except KeyboardInterrupt:
             trainer.progress.close()
             raise
@@ -194,6 +207,8 @@ def restore(
             got=run.checkpoints_dir,
             remedy="Delete the run folder or choose another run.name, and start again",
         )
+    if is_portable(folder):
+        expand_portable(folder)
     state = load_checkpoint(folder, session.model, optimizer)
     if state.base_hash != weights_hash:
         raise ConfigError(
@@ -325,6 +340,8 @@ def write_summary(trainer: Trainer, *, finished: bool) -> dict[str, Any]:
         "evaluation": {"before": state.evaluations.get("before"), "after": state.evaluations.get("after")},
         "evaluations": state.evaluations,
         "paired": paired_difference(trainer),
+        "bit_exact": not state.portable,
+        "portable_resumes": state.portable,
         "wall_seconds": state.wall_seconds,
         "stage_seconds": dict(trainer.timer.total),
         "on_policy": on_policy.verdict(state.off_policy, state.on_policy_steps, state.step),

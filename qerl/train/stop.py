@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Callable
 from types import FrameType, TracebackType
 
@@ -37,3 +38,35 @@ class StopRequest:
             raise KeyboardInterrupt
         self.requested = True
         self._on_request()
+
+
+class Deadline:
+    """Says when to stop so that a time limit is kept: before a step that may not fit.
+
+    The longest stretch between two questions so far (a step with its evaluation, or the set-up before the first) is taken as
+    what the next one may need.
+
+    Args:
+        seconds: time from now on; None is without a limit.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, seconds: float | None, clock: Callable[[], float] = time.monotonic):
+        self._clock = clock
+        self._previous = clock()
+        self._end = None if seconds is None else self._previous + seconds
+        self._longest = 0.0
+
+    def reached(self) -> bool:
+        """Asked at every step boundary: whether another stretch like the longest so far would end too late."""
+        now = self._clock()
+        self._longest, self._previous = max(self._longest, now - self._previous), now
+        return self._end is not None and now + self._longest > self._end
+
+    def restart(self) -> None:
+        """Forget the stretches so far: what comes next takes its own time."""
+        self._previous, self._longest = self._clock(), 0.0
+
+    def seconds_left(self) -> float | None:
+        """Seconds until the limit (negative after it); None without one."""
+        return None if self._end is None else self._end - self._clock()
