@@ -8,8 +8,9 @@ dense_cache               dequantized copies beside them (``quant.dense_cache``)
 embeddings                embedding matrix, and the LM head when it is not tied, or packed
 norms                     float32 RMSNorm scales, and the reference copy when a KL term needs one
 adapters                  float32 LoRA masters
+masters                   full mode: float32 copies of weights that are narrower
 gradients                 float32, one per trained parameter
-optimizer                 AdamW moments, two float32 per trained parameter
+optimizer                 AdamW moments, two a trained parameter: float32, or 8 bits with a float32 scale a block of 256
 kv_cache                  keys and values of all slots at full length; exists during a rollout only
 noise                     draws of the running answers (``aqn.scope`` group or response); exists during a rollout only
 activations               saved for backward by one micro-batch of ``train.token_budget`` tokens; training only
@@ -27,7 +28,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from qerl.config.schema import PROJECTIONS, Config
+from qerl.config.schema import Config
 from qerl.formats import get_format
 from qerl.model.aqn import places
 from qerl.model.decoder import Decoder, DecoderLayer
@@ -37,23 +38,48 @@ from qerl.model.storage import group_formats
 StoredGroup: TypeAlias = tuple[str, tuple[int, int], tuple[int, ...]]
 """Format, shape and rows of each part of one packed weight."""
 ITEMSIZE = {"float32": 4, "bfloat16": 2}
+BITSANDBYTES_SMALLEST, BITSANDBYTES_BLOCK = 4096, 256
+"""Tensors with fewer elements keep float32 moments in bitsandbytes' 8-bit AdamW; others have a float32 scale a block."""
 PHASE_OWNERS = {"rollout": ("kv_cache", "noise"), "training": ("gradients", "activations")}
 """Owners that exist in one phase only; all others are resident throughout."""
 
 
-def adapter_parameters(spec: ModelSpec, rank: int, targets: tuple[str, ...] = PROJECTIONS) -> int:
-    """LoRA parameters: rank * (d_in + d_out) for each targeted projection."""
-    return spec.num_layers * sum(
-        rank * (group.in_features + rows)
-        for group in spec.groups()
-        for name, rows in zip(group.parts, group.sizes, strict=True)
-        if name in targets
-    )
+def trained_tensors(spec: ModelSpec, config: Config) -> dict[str, list[int]]:
+    """Elements of every trained tensor, by owner: ``adapters``, or in full mode ``weights``, and ``norms``."""
+    layers = range(spec.num_layers)
+    norms = [spec.hidden_size] * 2
+    if config.train.mode == "lora":
+        rank, chosen = config.lora.rank, config.lora.targets
+        adapters: list[int] = []
+        for group in spec.groups():
+            rows = [size for name, size in zip(group.parts, group.sizes, strict=True) if name in chosen]
+            # The A of a group are one stacked tensor.
+            adapters += [rank * group.in_features * len(rows), *(rank * size for size in rows)] if rows else []
+        return {
+            "adapters": [size for _ in layers for size in adapters],
+            "norms": [size for _ in layers for size in norms] if config.lora.train_norms else [],
+        }
+    heads = [spec.head_dim] * 2 if spec.qk_norm else []
+    weights = [group.out_features * group.in_features for group in spec.groups()]
+    biases = [group.out_features for group in spec.groups() if group.bias]
+    vocabulary = [spec.vocab_size * spec.hidden_size] * (1 if spec.tie_embeddings else 2)
+    return {
+        "weights": [*(size for _ in layers for size in (*weights, *biases)), *vocabulary],
+        "norms": [*(size for _ in layers for size in (*norms, *heads)), spec.hidden_size],
+    }
 
 
-def trained_norm_parameters(spec: ModelSpec, config: Config) -> int:
-    """Norm scales that receive gradients."""
-    return 2 * spec.num_layers * spec.hidden_size if config.lora.train_norms else 0
+def policy_bytes(spec: ModelSpec, config: Config) -> int:
+    """Bytes of one saved adapter, or in full mode of one saved model."""
+    sizes = {owner: sum(part) for owner, part in trained_tensors(spec, config).items()}
+    return 4 * (sizes.get("adapters", 0) + sizes["norms"]) + ITEMSIZE[config.model.dtype] * sizes.get("weights", 0)
+
+
+def moment_bytes(elements: int, name: str) -> int:
+    """Bytes of the two moments of one trained tensor under ``optim.name``."""
+    if name == "adamw" or elements < BITSANDBYTES_SMALLEST:
+        return 8 * elements
+    return 2 * (elements + 4 * -(-elements // BITSANDBYTES_BLOCK))
 
 
 def predict(config: Config, spec: ModelSpec, *, device_type: str, max_num_seqs: int) -> dict[str, int]:
@@ -72,7 +98,8 @@ def predict(config: Config, spec: ModelSpec, *, device_type: str, max_num_seqs: 
     groups = spec.groups()
     biases = spec.num_layers * sum(group.out_features for group in groups if group.bias)
     stored = _stored_groups(config, spec)
-    trained = adapter_parameters(spec, config.lora.rank, config.lora.targets) + trained_norm_parameters(spec, config)
+    tensors = trained_tensors(spec, config)
+    sizes = [size for part in tensors.values() for size in part]
     norm_copies = 2 if config.objective.kl_coef > 0 else 1
     vocabulary = (spec.vocab_size, spec.hidden_size)
     noise_width = _noise_width(config, spec)
@@ -83,9 +110,10 @@ def predict(config: Config, spec: ModelSpec, *, device_type: str, max_num_seqs: 
         "dense_cache": _dense_cache(config, spec, stored, device_type) * itemsize,
         "embeddings": vocabulary[0] * vocabulary[1] * itemsize + _stored_head(config, spec, itemsize),
         "norms": 4 * norm_copies * _norm_parameters(spec),
-        "adapters": 4 * adapter_parameters(spec, config.lora.rank, config.lora.targets),
-        "gradients": 4 * trained,
-        "optimizer": 8 * trained,
+        "adapters": 4 * sum(tensors.get("adapters", ())),
+        "masters": 4 * sum(tensors.get("weights", ())) if itemsize < 4 else 0,
+        "gradients": 4 * sum(sizes),
+        "optimizer": sum(moment_bytes(size, config.optim.name) for size in sizes),
         "kv_cache": 2 * spec.num_layers * max_num_seqs * length * spec.kv_size * itemsize,
         "noise": 4 * max_num_seqs * noise_width if config.aqn.scope in ("group", "response") else 0,
         "activations": _activations(config, spec, itemsize, noise_width),
@@ -146,7 +174,7 @@ def _activations(config: Config, spec: ModelSpec, itemsize: int, noise_width: in
     """
     tokens, aqn = config.train.token_budget, config.aqn
     wide = 4 * spec.hidden_size + 2 * spec.q_size + 2 * spec.kv_size + 3 * spec.intermediate_size
-    per_layer = wide + config.lora.rank * len(config.lora.targets)
+    per_layer = wide + (config.lora.rank * len(config.lora.targets) if config.train.mode == "lora" else 0)
     if aqn.enabled and aqn.sharing == "independent":
         per_layer += 3 * spec.hidden_size
     size = per_layer * itemsize
@@ -172,8 +200,16 @@ def phase_peaks(owners: dict[str, int]) -> dict[str, int]:
     return {phase: resident + sum(owners[name] for name in names) for phase, names in PHASE_OWNERS.items()}
 
 
-def measure_resident(model: Decoder, optimizer: torch.optim.Optimizer | None) -> dict[str, int]:
-    """Bytes of the tensors that exist, under the owners that outlive a phase. Shared storage is counted once."""
+def measure_resident(
+    model: Decoder, *, masters: Iterable[Tensor] = (), moments: Iterable[Tensor] = ()
+) -> dict[str, int]:
+    """Bytes of the tensors that exist, under the owners that outlive a phase. A tensor is counted once.
+
+    Args:
+        model: the shared decoder.
+        masters: float32 copies that the optimizer keeps of narrower weights.
+        moments: the optimizer's state; without it the owner is left out.
+    """
     linears = list(model.grouped_linears())
     adapters = [p for linear in linears if linear.lora is not None for p in linear.lora.parameters()]
     head = [model.lm_head] if model.packed_head is None else list(model.packed_head.tensors.values())
@@ -186,15 +222,15 @@ def measure_resident(model: Decoder, optimizer: torch.optim.Optimizer | None) ->
         "embeddings": _bytes([model.embed_tokens, *head]),
         "norms": _bytes([*norms, *references]),
         "adapters": _bytes(adapters),
+        "masters": _bytes(masters),
     }
-    if optimizer is not None:
-        moments = (value for state in optimizer.state.values() for value in state.values())
-        owners["optimizer"] = _bytes(value for value in moments if torch.is_tensor(value) and value.dim() > 0)
-    return owners
+    held = _bytes(moments)
+    return owners | {"optimizer": held} if held else owners
 
 
 def _bytes(tensors: Iterable[Tensor | None]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor is not None)
+    distinct = {id(tensor): tensor for tensor in tensors if tensor is not None}
+    return sum(tensor.numel() * tensor.element_size() for tensor in distinct.values())
 
 
 def process_bytes() -> dict[str, int]:

@@ -94,11 +94,12 @@ class PolicyState:
     policy_version: int
     """Completed optimizer updates."""
     adapter_hash: str
+    """Hash of the adapters; in full mode of all weights."""
     norm_hash: str
     """Hash of the clean RMSNorm scales."""
     base_format: str
     base_hash: str
-    """Hash of the stored (packed) base weights."""
+    """Hash of the stored (packed) base weights; in full mode of the weights that training began with."""
     noise: NoiseState | None
     """None when noise is off."""
 

@@ -161,8 +161,10 @@ class RewardConfig(Section):
 
 
 class OptimConfig(Section):
-    """AdamW on the adapters (and norms)."""
+    """AdamW on what is trained (`train.mode`)."""
 
+    name: Literal["adamw", "adamw_8bit"] = "adamw"
+    """`adamw`: both moments in float32. `adamw_8bit`: bitsandbytes' AdamW8bit, moments in 8 bits by blocks (needs bitsandbytes)."""
     lr: Annotated[float, Field(gt=0)] = 1.0e-5
     """Peak learning rate."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.99)
@@ -170,7 +172,7 @@ class OptimConfig(Section):
     eps: Annotated[float, Field(gt=0)] = 1.0e-8
     """AdamW epsilon."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
-    """Decoupled weight decay of the LoRA matrices; norm scales are never decayed."""
+    """Decoupled weight decay of matrices (LoRA; in full mode embeddings too); norm scales and biases are never decayed."""
     warmup_ratio: Fraction = 0.1
     """Share of planned updates in which lr rises linearly from 0."""
     schedule: Literal["cosine", "constant"] = "cosine"
@@ -182,8 +184,10 @@ class OptimConfig(Section):
 
 
 class TrainConfig(Section):
-    """Length, seed, batching and saving."""
+    """What is trained, length, seed, batching and saving."""
 
+    mode: Literal["lora", "full"] = "lora"
+    """`lora`: adapters (and norms) on a frozen base. `full`: every weight of an unquantized model: linear layers, biases, norms, embedding and head (docs/training.md)."""
     steps: Positive = 200
     """Rollout steps; planned updates = steps * optim.updates_per_rollout."""
     seed: Annotated[int, Field(ge=0, lt=2**64)] = 0
@@ -196,8 +200,8 @@ class TrainConfig(Section):
     """Steps between checkpoints; 0 saves only the last."""
     keep_checkpoints: NonNegative = 0
     """Keep only the newest N checkpoints; 0 keeps all."""
-    save_adapter_every: NonNegative = 1
-    """Keep the adapter of every N-th rollout, so its behavior records can be scored again; 0 keeps none."""
+    save_adapter_every: NonNegative | Literal["auto"] = "auto"
+    """Keep the adapter (full mode: the whole model) of every N-th rollout, so its behavior records can be scored again; 0 keeps none. `auto`: 1, and 0 in full mode."""
 
 
 class EvalConfig(Section):
@@ -277,6 +281,10 @@ class Config(Section):
                 f"rollout.prompts_per_step={prompts} groups cannot be split into optim.updates_per_rollout={updates} equal mini-batches: "
                 f"use a multiple of {updates}"
             )
+        if self.train.save_adapter_every == "auto":
+            object.__setattr__(self.train, "save_adapter_every", 0 if self.train.mode == "full" else 1)
+        if self.train.mode == "full":
+            self._check_full_mode()
         overlong = self.reward.overlong
         if overlong.enabled and overlong.buffer_tokens >= self.rollout.max_new_tokens:
             raise ValueError(
@@ -290,6 +298,29 @@ class Config(Section):
                 f"rollout.max_new_tokens = {longest} tokens: raise the budget or shorten the sequences"
             )
         return self
+
+    def _check_full_mode(self) -> None:
+        """Full mode trains the weights themselves: nothing packed, no adapters, no reference that the base could serve as."""
+        packed = [f"quant.format={self.quant.format}"] if self.quant.format != "bf16" else []
+        packed += [f"quant.overrides {name}: {fmt}" for name, fmt in self.quant.overrides.items() if fmt != "bf16"]
+        packed += [f"quant.lm_head={self.quant.lm_head}"] if self.quant.lm_head != "bf16" else []
+        if packed:
+            raise ValueError(
+                f"train.mode=full trains the weights themselves, which {packed[0]} would hold packed and frozen: use "
+                "quant.format=bf16 and quant.lm_head=bf16, or train.mode=lora"
+            )
+        plain = LoraConfig()
+        unused = [name for name in LoraConfig.model_fields if getattr(self.lora, name) != getattr(plain, name)]
+        if unused:
+            raise ValueError(
+                f"lora.{unused[0]} has no meaning with train.mode=full, which has no adapters: leave it out, or use train.mode=lora"
+            )
+        if self.objective.kl_coef > 0:
+            raise ValueError(
+                f"objective.kl_coef={self.objective.kl_coef:g} needs a reference policy; with train.mode=full that would be a "
+                "second copy of the whole model, which is not kept: use objective.kl_coef=0, or train.mode=lora, whose "
+                "reference is the frozen base"
+            )
 
     @property
     def planned_updates(self) -> int:

@@ -1,4 +1,5 @@
-"""From a Hugging Face folder to a decoder. With ``adapter_files``, the only code that knows foreign tensor names.
+"""From a Hugging Face folder to a decoder. With ``adapter_files`` and ``model_files``, the only code that knows foreign tensor
+names.
 
 Weights are read, stacked and quantized one group at a time, so a model that is to be held in 4 bits is never dense as a
 whole. Every name and shape is compared with the headers before the first byte of data is read.
@@ -24,6 +25,7 @@ from qerl.model.decoder import Decoder, DecoderLayer
 from qerl.model.hashes import adapter_hash, base_hash, norm_hash
 from qerl.model.linear import GroupedLinear
 from qerl.model.lora import LoraGroup
+from qerl.model.model_files import EMBEDDING, FINAL_NORM, HEAD, load_weights, save_model
 from qerl.model.spec import GroupShape, ModelSpec
 from qerl.model.storage import group_formats
 from qerl.model.tensor_folder import TensorFolder
@@ -34,14 +36,14 @@ __all__ = [
     "base_hash",
     "load_adapter",
     "load_model",
+    "load_weights",
     "norm_hash",
     "resolve_model_path",
     "save_adapter",
+    "save_model",
 ]
 
 DEMO_MODEL = "demo"
-EMBEDDING = "model.embed_tokens.weight"
-HEAD = "lm_head.weight"
 PACKED_SUFFIX = "weight_packed"
 ACTIVATION_SCALE_SUFFIX = "input_global_scale"
 
@@ -55,8 +57,9 @@ def load_model(
     device: torch.device | str = "cpu",
     seed: int = 0,
     keep_reference_norms: bool = False,
+    full: bool = False,
 ) -> Decoder:
-    """Load a checkpoint folder as a decoder with a frozen base and fresh adapters.
+    """Load a checkpoint folder as a decoder with a frozen base and fresh adapters, or one whose every weight learns.
 
     Args:
         path: a folder (see ``resolve_model_path`` for names).
@@ -67,31 +70,42 @@ def load_model(
         device: where everything goes.
         seed: root of the adapter initialization.
         keep_reference_norms: keep a copy of the layer norms for the reference policy.
+        full: every weight learns; needs unquantized weights and takes no adapters.
 
     Raises:
         CheckpointError: the folder cannot be read or its model is not supported.
-        ConfigError: formats or targets that do not fit the model.
+        ConfigError: formats or targets that do not fit the model, or packed weights that are to learn.
         FormatError: a tensor holds NaN or infinity.
     """
+    assert not (full and lora), "a model learns itself or through adapters"
     folder, device = Path(path), torch.device(device)
     spec = ModelSpec.from_folder(folder)
     if lora is not None:
         _check_targets(spec, lora)
     source = TensorFolder(folder)
     formats = group_formats(spec, quant, _packed_parts(source))
+    packed = sorted({name for name in formats.values() if name != "bf16"})
+    if full and packed:
+        raise ConfigError(
+            "packed weights cannot be trained",
+            got=f"{folder} with {', '.join(packed)} weights, and train.mode=full",
+            expected="a folder of plain weights with quant.format=bf16",
+            remedy="Use train.mode=lora, which trains adapters on packed weights.",
+        )
     source.check(_expected_tensors(spec, formats), _ignored_tensors(spec))
     for note in spec.notes:
         warnings.warn(f"{folder}: {note}", stacklevel=2)
-    loader = _Loader(spec, source, quant, lora, formats, dtype=dtype, device=device, seed=seed)
+    loader = _Loader(spec, source, quant, lora, formats, dtype=dtype, device=device, seed=seed, full=full)
     head = loader.head()
     return Decoder(
         spec,
         embed_tokens=loader.dense(EMBEDDING),
         layers=[loader.layer(index) for index in range(spec.num_layers)],
-        final_norm=loader.norm("model.norm.weight"),
+        final_norm=loader.norm(FINAL_NORM),
         lm_head=head,
         dense_head=loader.dense_copy(head) if isinstance(head, PackedWeight) else None,
         keep_reference_norms=keep_reference_norms,
+        full=full,
     )
 
 
@@ -109,6 +123,7 @@ class _Loader:
         dtype: torch.dtype,
         device: torch.device,
         seed: int,
+        full: bool,
     ):
         self.spec = spec
         self.source = source
@@ -118,10 +133,12 @@ class _Loader:
         self.dtype = dtype
         self.device = device
         self.seed = seed
+        self.full = full
         self.keep_dense = quant.dense_cache == "on" or (quant.dense_cache == "auto" and device.type == "cpu")
 
     def dense(self, name: str) -> Tensor:
-        return self.source.read(name, self.device).to(self.dtype)
+        # What learns owns its memory: a tensor as read may be a view of the file.
+        return self.source.read(name, self.device).to(self.dtype, copy=self.full)
 
     def head(self) -> Tensor | PackedWeight | None:
         """The LM head in the format of ``quant.lm_head``; None for an embedding that serves as it is."""
@@ -146,7 +163,8 @@ class _Loader:
             self.spec,
             attn_norm=self.norm(f"{prefix}.input_layernorm.weight"),
             mlp_norm=self.norm(f"{prefix}.post_attention_layernorm.weight"),
-            train_norms=self.lora is not None and self.lora.train_norms,
+            train_norms=self.full or (self.lora is not None and self.lora.train_norms),
+            train_head_norms=self.full,
             **parts,
         )
 
@@ -162,6 +180,7 @@ class _Loader:
             bias_O=bias_O,
             lora=self.adapters(shape, names),
             dense_OI=self.dense_copy(weight),
+            trained=self.full,
         )
 
     def packed_weight(self, shape: GroupShape, names: tuple[str, ...], format_name: str) -> PackedWeight:
@@ -237,7 +256,7 @@ def _expected_tensors(spec: ModelSpec, formats: dict[str, str]) -> dict[str, tup
     hidden = spec.hidden_size
     expected: dict[str, tuple[int, ...]] = {
         EMBEDDING: (spec.vocab_size, hidden),
-        "model.norm.weight": (hidden,),
+        FINAL_NORM: (hidden,),
     }
     if not spec.tie_embeddings:
         expected[HEAD] = (spec.vocab_size, hidden)

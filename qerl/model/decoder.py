@@ -50,6 +50,7 @@ class DecoderLayer(nn.Module):
         q_norm: Tensor | None = None,
         k_norm: Tensor | None = None,
         train_norms: bool = False,
+        train_head_norms: bool = False,
     ):
         super().__init__()
         self.index = index
@@ -60,8 +61,8 @@ class DecoderLayer(nn.Module):
         self.mlp_norm = nn.Parameter(mlp_norm, requires_grad=train_norms)
         self.gate_up = gate_up
         self.down = down
-        self.q_norm = None if q_norm is None else nn.Parameter(q_norm, requires_grad=False)
-        self.k_norm = None if k_norm is None else nn.Parameter(k_norm, requires_grad=False)
+        self.q_norm = None if q_norm is None else nn.Parameter(q_norm, requires_grad=train_head_norms)
+        self.k_norm = None if k_norm is None else nn.Parameter(k_norm, requires_grad=train_head_norms)
         self.reference_norms: dict[str, Tensor] = {}
 
     def forward(
@@ -150,16 +151,18 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A decoder-only language model with a frozen base.
+    """A decoder-only language model with a frozen base, or one whose every weight learns (``full``).
 
     Built by ``qerl.model.checkpoint.load_model`` on its device and in its compute type, where it stays.
 
     Attributes:
         spec: shapes and switches.
-        embed_tokens: [V, D] in compute type, frozen.
+        full: whether the weights themselves learn: linear layers and biases, all norms, embedding and head. Otherwise
+            adapters and, if asked for, the layer norms do.
+        embed_tokens: [V, D] in compute type.
         layers: ``DecoderLayer`` modules.
-        final_norm: float32 [D], frozen.
-        lm_head: [V, D] in compute type, frozen; None when it is the embedding itself (tied) or packed.
+        final_norm: float32 [D].
+        lm_head: [V, D] in compute type; None when it is the embedding itself (tied) or packed.
         packed_head: the head packed in another format; a copy of its own also where the embedding is tied.
         dense_head: dequantized copy of ``packed_head`` that products read instead, where memory allows.
     """
@@ -177,16 +180,19 @@ class Decoder(nn.Module):
         lm_head: Tensor | PackedWeight | None = None,
         dense_head: Tensor | None = None,
         keep_reference_norms: bool = False,
+        full: bool = False,
     ):
         super().__init__()
         assert lm_head is not None or spec.tie_embeddings
+        assert not full or not isinstance(lm_head, PackedWeight)
         self.spec = spec
-        self.embed_tokens = nn.Parameter(embed_tokens, requires_grad=False)
+        self.full = full
+        self.embed_tokens = nn.Parameter(embed_tokens, requires_grad=full)
         self.layers = nn.ModuleList(layers)
-        self.final_norm = nn.Parameter(final_norm, requires_grad=False)
+        self.final_norm = nn.Parameter(final_norm, requires_grad=full)
         self.packed_head = lm_head if isinstance(lm_head, PackedWeight) else None
         self.dense_head = dense_head
-        self.lm_head = nn.Parameter(lm_head, requires_grad=False) if isinstance(lm_head, Tensor) else None
+        self.lm_head = nn.Parameter(lm_head, requires_grad=full) if isinstance(lm_head, Tensor) else None
         cos_Pd, sin_Pd = rotation_table(spec.rope, spec.head_dim, spec.max_positions, device=embed_tokens.device)
         self.register_buffer("rope_cos", cos_Pd, persistent=False)
         self.register_buffer("rope_sin", sin_Pd, persistent=False)
@@ -277,7 +283,8 @@ class Decoder(nn.Module):
             yield from (layer.qkv, layer.o, layer.gate_up, layer.down)
 
     def trainable_parameters(self) -> dict[str, nn.Parameter]:
-        """Name -> parameter of everything that learns: adapter matrices and, if trained, the layer norms."""
+        """Name -> parameter of everything that learns: adapter matrices and, if trained, the layer norms; all there is in full
+        mode."""
         return {name: parameter for name, parameter in self.named_parameters() if parameter.requires_grad}
 
     def _rotation(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:

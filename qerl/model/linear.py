@@ -1,4 +1,4 @@
-"""One frozen, possibly 4-bit linear layer for a group of projections that read the same input, with its adapters.
+"""One linear layer for a group of projections that read the same input: frozen and possibly 4-bit, with adapters, or trained.
 
 Shape legend: T tokens, I input width, O output rows of all members.
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from torch import Tensor, nn
+from torch.nn.functional import linear
 
 from qerl.formats import PackedWeight
 from qerl.kernels.fp4_linear import AdapterPart, fp4_linear
@@ -23,10 +24,14 @@ class GroupedLinear(nn.Module):
         name: name for messages and reports, e.g. ``layers.0.self_attn.qkv_proj``.
         parts: names of the members in row order, e.g. ``("q_proj", "k_proj", "v_proj")``.
         sizes: rows of each member.
-        weight: the stacked rows; frozen.
-        bias_O: stacked bias in compute type; frozen.
+        weight: the stacked rows; frozen unless ``trained``.
+        bias_O: stacked bias in compute type.
         lora: adapters of the targeted members.
         dense_OI: dequantized copy of ``weight`` in compute type that the product reads instead, where memory allows.
+        trained: the weight (which must be unquantized) and the bias are parameters that learn.
+
+    Attributes:
+        trained_OI: the weight as a parameter, on the storage of ``weight``; None when it is frozen.
     """
 
     def __init__(
@@ -39,6 +44,7 @@ class GroupedLinear(nn.Module):
         bias_O: Tensor | None = None,
         lora: LoraGroup | None = None,
         dense_OI: Tensor | None = None,
+        trained: bool = False,
     ):
         super().__init__()
         assert sum(sizes) == weight.shape[0], (name, sizes, weight.shape)
@@ -46,12 +52,16 @@ class GroupedLinear(nn.Module):
         self.parts = tuple(parts)
         self.sizes = tuple(sizes)
         self.weight = weight
-        self.bias_O = bias_O
+        self.bias_O = nn.Parameter(bias_O) if trained and bias_O is not None else bias_O
         self.lora = lora
         self.dense_OI = dense_OI
+        assert not trained or (weight.format == "bf16" and lora is None), name
+        self.trained_OI = nn.Parameter(weight.tensors["weight"]) if trained else None
 
     def stacked(self, x_TI: Tensor, adapters: bool = True) -> Tensor:
         """Outputs of all members side by side, [T, O] in the type of ``x_TI``."""
+        if self.trained_OI is not None:
+            return linear(x_TI, self.trained_OI, self.bias_O)
         parts = self.lora.adapter_parts(x_TI.dtype) if adapters and self.lora is not None else ()
         return fp4_linear(x_TI, self.weight, self.bias_O, parts, self.dense_OI)
 
@@ -66,6 +76,9 @@ class GroupedLinear(nn.Module):
         since not every format can be cut by rows.
         """
         start, stop = self.rows_of(part)
+        bias_O = None if self.bias_O is None else self.bias_O[start:stop]
+        if self.trained_OI is not None:
+            return linear(x_TI, self.trained_OI[start:stop], bias_O)
         if self.dense_OI is None:
             return self.stacked(x_TI, adapters)[:, start:stop]
         own = [
@@ -79,7 +92,6 @@ class GroupedLinear(nn.Module):
             for item in (self.lora.adapter_parts(x_TI.dtype) if adapters and self.lora is not None else ())
             if item.start == start
         ]
-        bias_O = None if self.bias_O is None else self.bias_O[start:stop]
         return fp4_linear(x_TI, self.weight, bias_O, own, self.dense_OI[start:stop])
 
     def rows_of(self, part: str) -> tuple[int, int]:

@@ -108,7 +108,9 @@ def method_line(run: RunData) -> list[str]:
     labels = [Path(str(run.summary.get("model") or get("model.path") or "")).name]
     if get("quant.format"):
         labels.append(f"{str(get('quant.format')).upper()} base")
-    if get("lora.rank"):
+    if get("train.mode") == "full":
+        labels.append("all weights trained")
+    elif get("lora.rank"):
         labels.append(f"LoRA rank {get('lora.rank')}")
     if get("objective.type"):
         labels.append(str(get("objective.type")).upper().replace("DR_GRPO", "Dr. GRPO"))

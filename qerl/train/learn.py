@@ -26,7 +26,7 @@ from qerl.objective.importance import ImportanceWeights, WeightRule, importance_
 from qerl.objective.loss import Divisors, SurrogateSettings, divisors, surrogate, token_weights
 from qerl.records import TrainBatch
 from qerl.train.learn_stats import LearnStats
-from qerl.train.optimizer import apply_update, learning_rate
+from qerl.train.optimizer import MasterOptimizer, apply_update, learning_rate
 from qerl.train.timing import StageTimer
 
 
@@ -75,7 +75,7 @@ def policy_logprobs(
 def learn(
     config: Config,
     model: Decoder,
-    optimizer: torch.optim.Optimizer,
+    optimizer: MasterOptimizer,
     samples: Sequence[Sequence[Sample]],
     *,
     noise: Noise | None,
@@ -119,7 +119,7 @@ def learn(
             if any(sample.in_loss for sample in part):
                 stats.add_update(apply_update(optimizer, lr, config.optim.max_grad_norm, completed + index + 1), lr)
             else:
-                optimizer.zero_grad(set_to_none=True)
+                optimizer.zero_grad()
                 stats.skipped_updates += 1
     return stats
 

@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from qerl.config.schema import Config
 from qerl.data.prompts import PromptSampler
 from qerl.eval.evaluate import EvalResult, evaluate
@@ -21,7 +19,7 @@ from qerl.metrics.console import Progress
 from qerl.metrics.files import whole_folder
 from qerl.metrics.run_dir import RunDir
 from qerl.metrics.writer import MetricsWriter
-from qerl.model.checkpoint import norm_hash, save_adapter
+from qerl.model.checkpoint import norm_hash
 from qerl.objective.advantage import advantages
 from qerl.objective.batch import make_samples
 from qerl.records import Group, Prompt, Rollout, SamplingSpec
@@ -32,8 +30,9 @@ from qerl.train.completions_text import completions_text
 from qerl.train.diagnostics.observer import Diagnostics
 from qerl.train.learn import learn
 from qerl.train.noise.director import NoiseDirector
+from qerl.train.optimizer import MasterOptimizer
 from qerl.train.policy_version import ActivePolicy, activate_policy, assert_clean_scales
-from qerl.train.resume import TrainState, prune_checkpoints, save_checkpoint
+from qerl.train.resume import TrainState, prune_checkpoints, save_checkpoint, save_policy
 from qerl.train.session import Session
 from qerl.train.stop import Deadline, StopRequest
 from qerl.train.timing import StageTimer
@@ -47,7 +46,7 @@ class Trainer:
     config: Config
     run: RunDir
     session: Session
-    optimizer: torch.optim.Optimizer
+    optimizer: MasterOptimizer
     sampler: PromptSampler
     eval_prompts: Sequence[Prompt]
     rewarder: Rewarder
@@ -243,11 +242,12 @@ class Trainer:
         return result.metrics()
 
     def keep_adapter(self) -> None:
-        """Keep the adapter this rollout samples with, so that its records can be scored again."""
-        every = self.config.train.save_adapter_every
+        """Keep the adapter (or the model) this rollout samples with, so that its records can be scored again."""
+        every, session = self.config.train.save_adapter_every, self.session
+        assert every != "auto", "resolved by the configuration"
         if every and self.state.step % every == 0:
             with whole_folder(self.run.adapter_path(self.state.step)) as folder:
-                save_adapter(self.session.model, folder, base_path=str(self.session.model_path), lora=self.config.lora)
+                save_policy(session.model, folder, base_path=session.model_path, config=self.config)
 
     def keep_records(self, collected: Collected) -> None:
         """Behavior records for machines, some answers as text for people."""
@@ -288,9 +288,9 @@ class Trainer:
         self.began = now
         state.stage_seconds = dict(self.timer.total)
         folder = self.run.checkpoint(state.step)
-        base_path = str(self.session.model_path)
+        session, noise_sum = self.session, self.noise.total
         save_checkpoint(
-            folder, self.session.model, self.optimizer, state, self.config, base_path, noise_sum=self.noise.total
+            folder, session.model, self.optimizer, state, self.config, session.model_path, noise_sum=noise_sum
         )
         prune_checkpoints(self.run, self.config.train.keep_checkpoints)
 

@@ -1,30 +1,129 @@
-"""AdamW on float32 masters, warm-up and decay as a function of completed updates, gradient clipping."""
+"""AdamW on float32 masters, warm-up and decay as a function of completed updates, gradient clipping.
+
+A parameter that is float32 itself (adapters, norms, everything when ``model.dtype`` is float32) is its own master. One in a
+narrower type (the weights in full mode) has a float32 master beside it: gradients of micro-batches are added up in float32,
+the update changes the master, and the parameter becomes the master rounded once.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import Parameter
 
 from qerl.config.schema import OptimConfig
-from qerl.errors import TrainingError
+from qerl.errors import MissingDependencyError, TrainingError
 
 
-def make_optimizer(parameters: Mapping[str, Parameter], config: OptimConfig) -> torch.optim.AdamW:
-    """AdamW with two groups: LoRA matrices (decayed) and one-dimensional norm scales (never decayed).
+class MasterOptimizer:
+    """An optimizer over the masters of given parameters.
 
     Args:
-        parameters: name -> float32 parameter; the order fixes the layout of the saved state.
-        config: learning rate (peak), betas, eps, weight decay.
+        parameters: name -> parameter; the order fixes the layout of the saved state. Gradients of parameters that have a
+            master of their own are moved to it as they arise.
+        config: name, learning rate (peak), betas, eps, weight decay.
+
+    Attributes:
+        inner: the optimizer, over masters: matrices (decayed), and one-dimensional scales and biases (never decayed).
+        masters: parameter -> float32 master, of the parameters that are not float32 themselves.
+
+    Raises:
+        MissingDependencyError: ``optim.name`` needs a package that is not installed.
     """
-    matrices = [parameter for parameter in parameters.values() if parameter.dim() >= 2]
-    scales = [parameter for parameter in parameters.values() if parameter.dim() < 2]
-    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": scales, "weight_decay": 0.0}]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]], lr=config.lr, betas=config.betas, eps=config.eps
-    )
+
+    def __init__(self, parameters: Mapping[str, Parameter], config: OptimConfig):
+        self.masters: dict[Parameter, Parameter] = {}
+        for parameter in parameters.values():
+            if parameter.dtype != torch.float32:
+                self.masters[parameter] = Parameter(parameter.detach().to(torch.float32))
+                parameter.register_post_accumulate_grad_hook(self._collect)
+        trained = [self.masters.get(parameter, parameter) for parameter in parameters.values()]
+        groups = [
+            {"params": [p for p in trained if p.dim() >= 2], "weight_decay": config.weight_decay},
+            {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
+        ]
+        self.inner = _adamw([group for group in groups if group["params"]], config)
+
+    def _collect(self, parameter: Tensor) -> None:
+        assert isinstance(parameter, Parameter) and parameter.grad is not None
+        master = self.masters[parameter]
+        if master.grad is None:
+            master.grad = parameter.grad.to(torch.float32)
+        else:
+            master.grad.add_(parameter.grad)
+        parameter.grad = None
+
+    def parameters(self) -> list[Parameter]:
+        """What the optimizer changes: float32 all."""
+        return [parameter for group in self.inner.param_groups for parameter in group["params"]]
+
+    def step(self, lr: float) -> None:
+        """One update at the given learning rate; parameters follow their masters."""
+        for group in self.inner.param_groups:
+            group["lr"] = lr
+        self.inner.step()
+        self._follow()
+
+    @torch.no_grad()
+    def _follow(self) -> None:
+        for parameter, master in self.masters.items():
+            parameter.copy_(master)
+
+    def zero_grad(self) -> None:
+        """Drop all gradients."""
+        self.inner.zero_grad(set_to_none=True)
+
+    def state_tensors(self) -> Iterable[Tensor]:
+        """The moments and their scales, as they are held; empty before the first update."""
+        for state in self.inner.state.values():
+            yield from (value for value in state.values() if torch.is_tensor(value) and value.dim() > 0)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What torch's optimizer gives, and under ``masters`` those weights, if there are any."""
+        masters = [master.detach() for master in self.masters.values()]
+        return self.inner.state_dict() | ({"masters": masters} if masters else {})
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what ``state_dict`` gave, and let the parameters follow.
+
+        Raises:
+            ValueError: it is of another optimizer or other parameters.
+        """
+        saved = state.get("masters", [])
+        shapes = [tuple(master.shape) for master in self.masters.values()]
+        if [tuple(master.shape) for master in saved] != shapes:
+            raise ValueError(f"{len(saved)} master weights for {len(shapes)} parameters, or of other shapes")
+        self.inner.load_state_dict({key: value for key, value in state.items() if key != "masters"})
+        for master, values in zip(self.masters.values(), saved, strict=True):
+            master.copy_(values)
+        self._follow()
+
+
+def _adamw(groups: list[dict[str, Any]], config: OptimConfig) -> torch.optim.Optimizer:
+    settings: dict[str, Any] = {"lr": config.lr, "betas": config.betas, "eps": config.eps}
+    if config.name == "adamw":
+        # The fused kernel needs no temporaries; on the CPU the plain loop is the reference.
+        on_cuda = all(parameter.is_cuda for group in groups for parameter in group["params"])
+        return torch.optim.AdamW(groups, **settings, fused=on_cuda)
+    try:
+        from bitsandbytes.optim import AdamW8bit
+    except ImportError:
+        raise MissingDependencyError(
+            f"optim.name={config.name} needs a package that is not installed",
+            got="no bitsandbytes",
+            remedy="pip install bitsandbytes, or use optim.name=adamw",
+        ) from None
+    return AdamW8bit(groups, **settings)
+
+
+def make_optimizer(parameters: Mapping[str, Parameter], config: OptimConfig) -> MasterOptimizer:
+    """The optimizer that ``optim.name`` names, over ``parameters``."""
+    return MasterOptimizer(parameters, config)
 
 
 def learning_rate(completed: int, planned: int, config: OptimConfig) -> float:
@@ -46,7 +145,7 @@ def learning_rate(completed: int, planned: int, config: OptimConfig) -> float:
     return config.lr * 0.5 * (1.0 + math.cos(math.pi * min(progress, 1.0)))
 
 
-def apply_update(optimizer: torch.optim.Optimizer, lr: float, max_grad_norm: float, update: int) -> float:
+def apply_update(optimizer: MasterOptimizer, lr: float, max_grad_norm: float, update: int) -> float:
     """Clip the global gradient norm, take one step, clear the gradients.
 
     Returns:
@@ -55,16 +154,13 @@ def apply_update(optimizer: torch.optim.Optimizer, lr: float, max_grad_norm: flo
     Raises:
         TrainingError: the norm is not finite; parameters are left untouched.
     """
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    norm = float(torch.nn.utils.clip_grad_norm_(parameters, max_grad_norm))
+    norm = float(torch.nn.utils.clip_grad_norm_(optimizer.parameters(), max_grad_norm))
     if not math.isfinite(norm):
         raise TrainingError(
             f"the gradient of update {update} is not finite",
             got=f"norm {norm}",
             remedy="Lower optim.lr, or look at the last rollout under rollouts/ for degenerate answers",
         )
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
+    optimizer.step(lr)
+    optimizer.zero_grad()
     return norm

@@ -45,9 +45,10 @@ def _work_table(config: Config, spec: ModelSpec) -> Table:
     rollout = config.rollout
     answers = rollout.prompts_per_step * rollout.group_size
     rounds = config.objective.dynamic_sampling_max_rounds if config.objective.dynamic_sampling else 1
-    adapters = memory.adapter_parameters(spec, config.lora.rank, config.lora.targets)
-    norms = memory.trained_norm_parameters(spec, config)
-    kept = -(-config.train.steps // config.train.save_adapter_every) if config.train.save_adapter_every else 0
+    trained = {owner: sum(sizes) for owner, sizes in memory.trained_tensors(spec, config).items()}
+    kept_bytes = memory.policy_bytes(spec, config)
+    every = config.train.save_adapter_every
+    kept = -(-config.train.steps // every) if isinstance(every, int) and every else 0
     table = Table(title="Plan", show_header=False)
     for name, value in (
         (
@@ -60,15 +61,15 @@ def _work_table(config: Config, spec: ModelSpec) -> Table:
             f"{config.train.steps} steps x {config.optim.updates_per_rollout} = {config.planned_updates}",
         ),
         ("answer tokens, at most", f"{answers * rounds * rollout.max_new_tokens:,} a step"),
-        ("trained parameters", f"{adapters:,} adapters + {norms:,} norm scales"),
+        ("trained parameters", " + ".join(f"{count:,} {owner}" for owner, count in trained.items())),
         ("objective", _objective_line(config)),
         (
             "ratio",
             f"denominator {config.objective.denominator}, noise {config.objective.noise}, {_weight_line(config)}",
         ),
         (
-            "kept adapters on disk",
-            f"{kept} x {4 * (adapters + norms) / GB:.4f} GB = {kept * 4 * (adapters + norms) / GB:.3f} GB",
+            f"kept {'models' if config.train.mode == 'full' else 'adapters'} on disk",
+            f"{kept} x {kept_bytes / GB:.4f} GB = {kept * kept_bytes / GB:.3f} GB",
         ),
     ):
         table.add_row(name, value)

@@ -173,8 +173,22 @@ def _read(checkpoint: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     try:
         adapter = load_file(checkpoint / ADAPTER_FILE)
         optimizer = torch.load(checkpoint / OPTIMIZER_FILE, map_location="cpu", weights_only=True)
-        assert isinstance(optimizer["state"], dict)
-    except (OSError, SafetensorError, RuntimeError, EOFError, KeyError, TypeError, pickle.UnpicklingError) as error:
+        if any(isinstance(value, dict) for entry in optimizer["state"].values() for value in entry.values()):
+            raise CheckpointError(
+                "8-bit moments have no portable form",
+                got=str(checkpoint / OPTIMIZER_FILE),
+                remedy="Carry the ordinary checkpoint: its moments are small already",
+            )
+    except (
+        OSError,
+        SafetensorError,
+        RuntimeError,
+        EOFError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        pickle.UnpicklingError,
+    ) as error:
         raise CheckpointError(
             "a portable checkpoint is made of an adapter and its optimizer, which cannot be read",
             got=f"{checkpoint}: {error}",

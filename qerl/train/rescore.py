@@ -102,7 +102,12 @@ def rescore(
     chosen = [records[i] for i in _parse_rows(rows, len(records))]
     adapter = _kept_adapter(run, index, str(records[0]["adapter_hash"]))
     config = load_config(run.config_path, settings)
-    session = open_session(config, adapter=adapter, with_lora=adapter is not None)
+    if config.train.mode == "full" and adapter is not None:
+        # What was kept is the whole model; it does not stand on the one that training began with.
+        config = config.model_copy(update={"model": config.model.model_copy(update={"path": str(adapter)})})
+        session = open_session(config)
+    else:
+        session = open_session(config, adapter=adapter, trainable=adapter is not None)
     _check_identity(session, records[0], read_run_facts(run.rollout_path(index)))
     state = None if records[0]["noise"] is None else NoiseState.from_dict(records[0]["noise"])
     return _compare(config, session, chosen, state, index)
@@ -195,17 +200,17 @@ def _record_path(run: RunDir, index: int) -> Path:
 
 
 def _kept_adapter(run: RunDir, index: int, recorded_hash: str) -> Path | None:
-    """Folder of the rollout's adapter; None when it was sampled without adapters."""
+    """Folder of the rollout's adapter (full mode: model); None when it was sampled without adapters."""
     if run.adapter_path(index).is_dir():
         return run.adapter_path(index)
     if recorded_hash == NO_ADAPTER:
         return None
     kept = [str(i) for i, _ in run.rollout_paths() if run.adapter_path(i).is_dir()]
     raise RunFolderError(
-        f"the adapter that rollout {index} was sampled with was not kept, so it cannot be scored again",
+        f"the adapter (or model) that rollout {index} was sampled with was not kept, so it cannot be scored again",
         got=run.adapter_path(index),
         expected=f"one of the rollouts {', '.join(kept[:12])}{' …' if len(kept) > 12 else ''}" if kept else None,
-        remedy="Train with train.save_adapter_every=1 to keep the adapter of every rollout",
+        remedy="Train with train.save_adapter_every=1 to keep that of every rollout",
     )
 
 
@@ -225,10 +230,17 @@ def _check_identity(session: Session, record: dict[str, Any], facts: dict[str, s
             record["base_hash"],
             "Give the folder the run was made with, as model.path=…, and its quant settings",
         ),
-        ("adapter", lambda: adapter_hash(model), record["adapter_hash"], "The kept adapter was changed or replaced"),
+        (
+            "trained weights" if model.full else "adapter",
+            lambda: adapter_hash(model),
+            record["adapter_hash"],
+            "The kept adapter was changed or replaced",
+        ),
         ("norm scales", lambda: norm_hash(model), record["norm_hash"], "The kept adapter was changed or replaced"),
     )
     for what, compute, expected, remedy in checks:
+        if what == "base weights" and model.full:
+            continue
         got = compute()
         if expected is not None and got != expected:
             raise ConfigError(

@@ -1,6 +1,7 @@
 """Checkpoints: everything that the next step depends on, saved and restored as one.
 
-``checkpoint-N/`` holds the adapter in PEFT's layout (float32 masters), ``optimizer.pt``, and ``trainer_state.json``
+``checkpoint-N/`` holds the adapter in PEFT's layout (float32 masters), or in full mode the whole model as an ordinary
+Hugging Face folder; ``optimizer.pt`` with the moments (and the masters of narrower weights); and ``trainer_state.json``
 with the counters; accumulated noise has its sum beside them. All randomness is keyed by (seed, counters), so the counters are the random state. The folder is
 written under a temporary name and renamed when it is whole.
 """
@@ -23,9 +24,10 @@ from qerl.errors import CheckpointError, ConfigError
 from qerl.metrics.files import whole_folder
 from qerl.metrics.run_dir import RunDir
 from qerl.model.aqn import Place
-from qerl.model.checkpoint import load_adapter, save_adapter
+from qerl.model.checkpoint import load_adapter, load_weights, save_adapter, save_model
 from qerl.model.decoder import Decoder
 from qerl.train.noise.director import save_sum
+from qerl.train.optimizer import MasterOptimizer
 
 STATE_VERSION = 1
 MAY_DIFFER = ("log", "run", "model.path", "model.device", "train.save_every", "train.keep_checkpoints")
@@ -66,20 +68,28 @@ class TrainState:
 def save_checkpoint(
     folder: Path,
     model: Decoder,
-    optimizer: torch.optim.Optimizer,
+    optimizer: MasterOptimizer,
     state: TrainState,
     config: Config,
-    base_path: str,
+    base_path: Path,
     *,
     noise_sum: Mapping[Place, Tensor],
 ) -> None:
     """Write ``folder`` whole or not at all."""
     with whole_folder(folder) as temporary:
-        save_adapter(model, temporary, base_path=base_path, lora=config.lora)
+        save_policy(model, temporary, base_path=base_path, config=config)
         torch.save(optimizer.state_dict(), temporary / "optimizer.pt")
         save_sum(temporary, noise_sum)
         payload = {"version": STATE_VERSION, **asdict(state)}
         (temporary / "trainer_state.json").write_text(json.dumps(payload, indent=1) + "\n")
+
+
+def save_policy(model: Decoder, folder: Path, *, base_path: Path, config: Config) -> None:
+    """Write what is trained: the adapter, or in full mode the whole model."""
+    if model.full:
+        save_model(model, folder, source=base_path)
+    else:
+        save_adapter(model, folder, base_path=str(base_path), lora=config.lora)
 
 
 def prune_checkpoints(run: RunDir, keep: int) -> None:
@@ -89,14 +99,17 @@ def prune_checkpoints(run: RunDir, keep: int) -> None:
             shutil.rmtree(folder)
 
 
-def load_checkpoint(folder: Path, model: Decoder, optimizer: torch.optim.Optimizer) -> TrainState:
-    """Restore adapter, norms and optimizer in place and return the counters.
+def load_checkpoint(folder: Path, model: Decoder, optimizer: MasterOptimizer) -> TrainState:
+    """Restore what is trained and the optimizer in place and return the counters.
 
     Raises:
         CheckpointError: a file is missing or does not fit this model, or the base weights are not the ones trained on.
     """
     state = read_state(folder)
-    load_adapter(model, folder)
+    if model.full:
+        load_weights(model, folder)
+    else:
+        load_adapter(model, folder)
     path = folder / "optimizer.pt"
     try:
         saved = torch.load(path, map_location="cpu", weights_only=True)

@@ -8,8 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from qerl import memory
 from qerl.config.aqn import AqnConfig
 from qerl.config.load import dump_config, load_config
@@ -31,7 +29,7 @@ from qerl.train import on_policy
 from qerl.train.diagnostics.observer import Diagnostics
 from qerl.train.loop import Trainer
 from qerl.train.noise.director import NoiseDirector, load_sum
-from qerl.train.optimizer import make_optimizer
+from qerl.train.optimizer import MasterOptimizer, make_optimizer
 from qerl.train.portable import expand_portable, is_portable
 from qerl.train.resume import TrainState, check_same_config, load_checkpoint
 from qerl.train.session import Session, max_num_seqs, open_session
@@ -189,7 +187,7 @@ def load_prompts(
 def restore(
     run: RunDir,
     session: Session,
-    optimizer: torch.optim.Optimizer,
+    optimizer: MasterOptimizer,
     sampler: PromptSampler,
     timer: StageTimer,
     weights_hash: str,
@@ -260,14 +258,20 @@ def header(config: Config, session: Session, trainer: Trainer) -> dict[str, Any]
     return {
         "run": str(trainer.run.path),
         "model": f"{config.model.path} ({config.quant.format} base, {config.model.dtype}, {session.device})",
-        "trained": f"{sum(p.numel() for p in session.model.trainable_parameters().values()):,} parameters "
-        f"(LoRA rank {config.lora.rank}{', norms' if config.lora.train_norms else ''})",
+        "trained": f"{sum(p.numel() for p in session.model.trainable_parameters().values()):,} parameters ({trained_line(config)})",
         "batch": f"{config.rollout.prompts_per_step} prompts x {config.rollout.group_size} answers",
         "objective": f"{config.objective.type}, denominator {config.objective.denominator}, "
         f"noise {config.objective.noise}",
         "noise": noise_line(config.aqn),
         "evaluation": f"{len(trainer.eval_prompts)} held-out questions",
     }
+
+
+def trained_line(config: Config) -> str:
+    """What learns, in a few words."""
+    if config.train.mode == "full":
+        return "all weights"
+    return f"LoRA rank {config.lora.rank}{', norms' if config.lora.train_norms else ''}"
 
 
 def noise_line(aqn: AqnConfig) -> str:
@@ -326,7 +330,12 @@ def write_summary(trainer: Trainer, *, finished: bool) -> dict[str, Any]:
         {
             "predicted": predicted,
             "predicted_peaks": memory.phase_peaks(predicted),
-            "measured": memory.measure_resident(session.model, trainer.optimizer) | {"kv_cache": trainer.peak_kv_bytes},
+            "measured": memory.measure_resident(
+                session.model,
+                masters=trainer.optimizer.masters.values(),
+                moments=trainer.optimizer.state_tensors(),
+            )
+            | {"kv_cache": trainer.peak_kv_bytes},
             "process": peaks,
         },
     )

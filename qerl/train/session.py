@@ -42,20 +42,21 @@ class Session:
 
 
 def open_session(
-    config: Config, *, adapter: Path | None = None, with_lora: bool = True, keep_reference_norms: bool = False
+    config: Config, *, adapter: Path | None = None, trainable: bool = True, keep_reference_norms: bool = False
 ) -> Session:
     """Load the model, tokenizer and engine that ``config`` names.
 
     Args:
         config: a full configuration; ``model``, ``quant``, ``lora``, ``rollout`` and ``train.seed`` are read.
-        adapter: folder of a PEFT adapter to load on top (needs ``with_lora``).
-        with_lora: attach adapters; without, the model is the plain base.
+        adapter: folder of a PEFT adapter to load on top (needs ``trainable``).
+        trainable: attach what ``train.mode`` trains; without, the model is the plain base.
         keep_reference_norms: keep float32 copies of the initial norm scales for the KL reference.
 
     Raises:
         ConfigError: no model path, an unknown device, or sequences longer than the model's positions.
         CheckpointError: the folder or the adapter cannot be read.
     """
+    full = trainable and config.train.mode == "full"
     model_path = require_model_path(config)
     device = resolve_device(config.model.device)
     spec = ModelSpec.from_folder(model_path)
@@ -64,11 +65,12 @@ def open_session(
     model = load_model(
         model_path,
         quant=config.quant,
-        lora=config.lora if with_lora else None,
+        lora=config.lora if trainable and not full else None,
         dtype=getattr(torch, config.model.dtype),
         device=device,
         seed=config.train.seed,
         keep_reference_norms=keep_reference_norms,
+        full=full,
     )
     if adapter is not None:
         load_adapter(model, adapter)

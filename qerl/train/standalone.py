@@ -102,8 +102,13 @@ def _run_target(run: RunDir, settings: Sequence[str], checkpoint: int | None, ba
             expected=f"a step of {', '.join(map(str, steps))}" if steps else None,
             remedy="Use --base to take the base model without adapter",
         )
+    adapter: Path | None = folder
+    if config.train.mode == "full":
+        # A checkpoint of full mode is the whole model.
+        adapter = None
+        config = config.model_copy(update={"model": config.model.model_copy(update={"path": str(folder)})})
     return Target(
-        config=config, adapter=folder, updates=read_state(folder).updates, description=f"{run.path}, {folder.name}"
+        config=config, adapter=adapter, updates=read_state(folder).updates, description=f"{run.path}, {folder.name}"
     )
 
 
@@ -111,13 +116,14 @@ def _model_target(config: Config, adapter: Path | None, name: str) -> Target:
     if adapter is None:
         return Target(config=config, adapter=None, updates=0, description=name)
     lora = adapter_lora_config(adapter)
-    config = config.model_copy(update={"lora": lora})
+    train = config.train.model_copy(update={"mode": "lora"})
+    config = config.model_copy(update={"lora": lora, "train": train})
     return Target(config=config, adapter=adapter, updates=0, description=f"{name} with adapter {adapter}")
 
 
 def open_target(target: Target) -> Session:
     """Load the target; without an adapter the model is the plain base."""
-    return open_session(target.config, adapter=target.adapter, with_lora=target.adapter is not None)
+    return open_session(target.config, adapter=target.adapter, trainable=target.adapter is not None)
 
 
 def evaluate_target(

@@ -42,7 +42,7 @@ def validate(config: Config) -> list[Check]:
         QerlError: whatever would stop the run before its first step.
     """
     check_trainable(config)
-    session = open_session(config, with_lora=False)
+    session = open_session(config, trainable=False)
     prompts, dropped, notes = load_prompts(config, session, config.data.train, "train", None, training=True)
     return [
         check_prompts(config, prompts, notes, dropped),

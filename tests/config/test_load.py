@@ -126,6 +126,30 @@ def test_a_dotted_key_inside_a_file_is_told_apart_from_the_nested_one(tmp_path):
     assert f"lora.rank ({path}, line 3) is written flat; expected `lora:` with `rank:` indented" in message_of(path)
 
 
+@pytest.mark.parametrize(
+    ("settings", "pieces"),
+    [
+        ([], ["train.mode=full", "quant.format=nvfp4", "quant.format=bf16"]),
+        (["quant.format=bf16", "quant.lm_head=fp8"], ["quant.lm_head=fp8"]),
+        (["quant.format=bf16", 'quant.overrides={"layers.0.*": nvfp4}'], ["quant.overrides layers.0.*: nvfp4"]),
+        (["quant.format=bf16", "lora.rank=16"], ["lora.rank has no meaning"]),
+        (["quant.format=bf16", "lora.train_norms=false"], ["lora.train_norms has no meaning"]),
+        (["quant.format=bf16", "objective.kl_coef=0.01"], ["objective.kl_coef=0.01", "second copy", "kl_coef=0"]),
+    ],
+)
+def test_what_full_mode_cannot_have_is_refused(settings, pieces):
+    message = message_of(None, "train.mode=full", *settings)
+    for piece in pieces:
+        assert piece in message
+
+
+def test_kept_rollout_models_are_off_in_full_mode_unless_asked_for():
+    full = ["train.mode=full", "quant.format=bf16"]
+    assert load_config(None, []).train.save_adapter_every == 1
+    assert load_config(None, full).train.save_adapter_every == 0
+    assert load_config(None, [*full, "train.save_adapter_every=5"]).train.save_adapter_every == 5
+
+
 def test_contradictory_keys_are_refused_by_name():
     text = message_of(None, "rollout.prompts_per_step=30", "optim.updates_per_rollout=4")
     assert "rollout.prompts_per_step=30" in text

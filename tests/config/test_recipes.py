@@ -7,9 +7,12 @@ import pytest
 from qerl.config.load import load_config
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
-FORMATS = ("bf16", "nf4", "mxfp4", "nvfp4", "nvfp4_aqn")
-CELLS = [("gsm8k", size, fmt) for size in ("3b", "7b") for fmt in FORMATS] + [
-    ("bigmath", size, fmt) for size in ("7b", "14b", "32b") for fmt in ("bf16", "nvfp4", "nvfp4_aqn")
+FORMATS = ("full", "bf16", "nf4", "mxfp4", "nvfp4", "nvfp4_aqn")
+RATES = {"full": 1e-6, "bf16": 5e-6}
+CELLS = [
+    *(("gsm8k", size, fmt) for size in ("3b", "7b") for fmt in FORMATS),
+    *(("bigmath", size, fmt) for size in ("7b", "14b", "32b") for fmt in ("bf16", "nvfp4", "nvfp4_aqn")),
+    ("bigmath", "7b", "full"),
 ]
 SECTION_OF = {
     "decay": "aqn",
@@ -41,18 +44,19 @@ def test_a_cell_of_the_tables_is_what_its_name_says(cell):
     task, size, fmt = cell
     config = recipe("_".join(cell))
     assert config.model.path == f"Qwen2.5-{size.upper()}-Instruct"
-    assert config.quant.format == fmt.removesuffix("_aqn")
+    assert config.quant.format == fmt.removesuffix("_aqn").replace("full", "bf16")
+    assert config.train.mode == ("full" if fmt == "full" else "lora")
     assert config.aqn.enabled == fmt.endswith("_aqn")
-    assert config.optim.lr == (5e-6 if fmt == "bf16" else 1e-5)
+    assert config.optim.lr == RATES.get(fmt, 1e-5)
     assert config.objective.type == {"gsm8k": "grpo", "bigmath": "dapo"}[task]
     assert config.rollout.prompts_per_step * config.rollout.group_size == 128
 
 
 @pytest.mark.parametrize("cell", CELLS, ids="_".join)
 def test_cells_of_a_row_share_everything_else(cell):
-    task, size, _ = cell
+    task, size, fmt = cell
     changed = changed_sections(recipe(f"{task}_{size}_nvfp4_aqn"), recipe("_".join(cell)))
-    assert changed <= {"quant", "aqn", "optim"}
+    assert changed <= {"quant", "aqn", "optim", *(["train"] if fmt == "full" else [])}
 
 
 @pytest.mark.parametrize("path", sorted((CONFIGS / "ablations").glob("*.yaml")), ids=lambda path: path.stem)

@@ -178,3 +178,13 @@ def test_a_portable_run_leaves_records_adapters_and_texts_behind(tmp_path):
     write_portable_run(run, tmp_path / "portable", checkpoint=False)
     assert not copy.checkpoints_dir.exists()
     assert math.isfinite(size)
+
+
+def test_8_bit_moments_have_no_portable_form(tmp_path):
+    write_checkpoint(tmp_path / "checkpoint-7", trained())
+    optimizer = torch.load(tmp_path / "checkpoint-7" / "optimizer.pt", weights_only=True)
+    optimizer["state"][0] = {"step": 7, "quantized": {"state1": torch.zeros(4, dtype=torch.uint8)}}
+    torch.save(optimizer, tmp_path / "checkpoint-7" / "optimizer.pt")
+    with pytest.raises(CheckpointError, match="8-bit moments have no portable form"):
+        write_portable(tmp_path / "checkpoint-7", tmp_path / "out")
+    assert not (tmp_path / "out").exists()

@@ -16,6 +16,7 @@ from qerl.objective.advantage import advantages
 from qerl.objective.batch import make_samples
 from qerl.records import Completion, Group, Outcome, Prompt, Score
 from qerl.train.learn import learn
+from qerl.train.optimizer import MasterOptimizer
 from qerl.train.timing import StageTimer
 
 pytest.importorskip("trl", reason="the package trl is not installed: pip install trl")
@@ -28,11 +29,11 @@ CLIPS = {"gspo": ["objective.clip_low=0.02", "objective.clip_high=0.03"], "cispo
 TRL_NAMES = {"gspo": ("grpo", "sequence")}
 
 
-class Recording(torch.optim.SGD):
+class Recording(MasterOptimizer):
     """Keeps the gradients of an update and changes nothing."""
 
-    def step(self, closure=None):
-        self.gradients = [parameter.grad.clone() for parameter in self.param_groups[0]["params"]]
+    def step(self, lr):
+        self.gradients = [parameter.grad.clone() for parameter in self.parameters()]
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +159,7 @@ def our_step(checkpoint, answers, kind, *settings):
     config = load_config(None, overrides)
     model = load_tiny(checkpoint[0], lora=config.lora, seed=0)
     parameters = {name: p for name, p in model.trainable_parameters().items() if "norm" in name}
-    optimizer = Recording(parameters.values(), lr=1.0)
+    optimizer = Recording(parameters, config.optim)
     groups = groups_of(answers)
     values = advantages([[score.reward for score in group.scores] for group in groups], "none")
     samples = make_samples(groups, values, mask_truncated=config.objective.mask_truncated)
