@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,8 +19,18 @@ from rich.markup import escape
 from typer.core import TyperGroup
 
 from qerl.errors import ConfigError, QerlError
-from qerl.metrics.files import write_json
 from qerl.metrics.terminal import print_facts, progress_bar, stderr, warn
+from qerl.verbs.evaluation import evaluate
+from qerl.verbs.options import (
+    Adapter,
+    Base,
+    Checkpoint,
+    Data,
+    Settings,
+    TargetArgument,
+    as_settings,
+    split_settings,
+)
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells have it."""
@@ -33,7 +42,13 @@ GO_ON = {
 
 EXAMPLES = {
     "train": ("configs/demo.yaml", "configs/demo.yaml optim.lr=1e-4 run.name=low-lr", "configs/demo.yaml --resume"),
-    "eval": ("runs/demo", "runs/demo --base", "SmolLM2-135M-Instruct --data gsm8k --limit 100"),
+    "eval": (
+        "runs/demo",
+        "runs/demo --base --checkpoint all --data gsm8k,svamp,math500 --out evaluations/demo",
+        "runs/demo --noise 3 --sigma 0.01",
+        "SmolLM2-135M-Instruct --data gsm8k --limit 100 --samples 4 --temperature 1",
+        "--compare runs/demo:0 runs/demo",
+    ),
     "rollout": ("runs/demo --data arithmetic:test --n 8 --limit 64 --out samples",),
     "quantize": ("demo --out demo-nvfp4", "Qwen2.5-3B-Instruct --method best --calibration text.jsonl --out 3B-NVFP4"),
     "report": ("runs/demo", "configs/demo.yaml --out demo.html"),
@@ -73,30 +88,7 @@ app = typer.Typer(
     "Settings are YAML files and [bold]key=value[/] arguments; docs/config.md lists every key.",
 )
 
-Settings = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="[CONFIG.yaml] [key=value …]", help="Configuration file, then settings that override it."),
-]
-Data = Annotated[
-    str | None,
-    typer.Option(
-        "--data",
-        metavar="FILE_OR_NAME",
-        help="JSONL/parquet file, `arithmetic`, a NAME under $QERL_DATA, or hub name; NAME:split.",
-    ),
-]
-Checkpoint = Annotated[
-    int | None, typer.Option(metavar="N", help="Step of the run's checkpoint; the newest if not given.")
-]
-Adapter = Annotated[Path | None, typer.Option(metavar="DIR", help="PEFT adapter to load on a model folder.")]
-Base = Annotated[bool, typer.Option("--base", help="The run's base model, without its adapter.")]
 Text = partial(typer.Option, metavar="FILE_OR_NAME")
-TargetArgument = Annotated[
-    str,
-    typer.Argument(
-        metavar="RUN_OR_MODEL", help="Run folder, model folder, NAME under $QERL_MODELS, `demo`, or CONFIG.yaml."
-    ),
-]
 
 
 @app.command(epilog=_examples("train"))
@@ -108,7 +100,7 @@ def train(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved plan and stop.")] = False,
 ) -> None:
     """Train adapters with reinforcement learning; writes a run folder and an HTML report."""
-    config_file, overrides = _split(settings)
+    config_file, overrides = split_settings(settings)
     from qerl.config.load import load_config
 
     config = load_config(config_file, overrides)
@@ -122,48 +114,7 @@ def train(
     run_training(config, resume=resume)
 
 
-@app.command("eval", epilog=_examples("eval"))
-def evaluate(
-    target: TargetArgument,
-    settings: Settings = None,
-    data: Data = None,
-    checkpoint: Checkpoint = None,
-    adapter: Adapter = None,
-    base: Base = False,
-    samples: Annotated[
-        int | None, typer.Option(metavar="N", help="Answers per question; above 1 needs a temperature.")
-    ] = None,
-    temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
-    limit: Annotated[int | None, typer.Option(metavar="N", help="Only the first N questions.")] = None,
-    out: Annotated[
-        Path | None, typer.Option(metavar="FILE.json", help="Also write the result with one row a question.")
-    ] = None,
-) -> None:
-    """Measure accuracy, with a 95 % interval, of a run, a model, or a model with an adapter."""
-    config_file, overrides = _split(settings)
-    flags = {"data.eval": data, "eval.samples": samples, "eval.temperature": temperature, "data.eval_limit": limit}
-    from qerl.train.standalone import evaluate_target, resolve_target
-
-    resolved = resolve_target(
-        target,
-        [*overrides, *_as_settings(flags)],
-        config_file=config_file,
-        checkpoint=checkpoint,
-        adapter=adapter,
-        base=base,
-    )
-    with progress_bar() as on_progress:
-        result = evaluate_target(resolved, warn=warn, on_progress=on_progress)
-    summary = result.to_dict()
-    print_facts(
-        {
-            "policy": f"{resolved.description} ({resolved.config.quant.format} base)",
-            "data": f"{resolved.config.data.eval}, {summary['count']} questions",
-            "result": result.headline(),
-        }
-    )
-    if out is not None:
-        write_json(out, {"target": resolved.description, **summary, "rows": result.rows})
+app.command("eval", epilog=_examples("eval"))(evaluate)
 
 
 @app.command(epilog=_examples("rollout"))
@@ -180,13 +131,13 @@ def rollout(
     limit: Annotated[int | None, typer.Option(metavar="N", min=1, help="Only the first N prompts.")] = None,
 ) -> None:
     """Sample and score answers; writes behavior records (tokens, log-probs, rewards) as parquet."""
-    config_file, overrides = _split(settings)
+    config_file, overrides = split_settings(settings)
     flags = {"data.train": data, "rollout.temperature": temperature}
     from qerl.train.standalone import resolve_target, sample_target
 
     resolved = resolve_target(
         target,
-        [*overrides, *_as_settings(flags)],
+        [*overrides, *as_settings(flags)],
         config_file=config_file,
         checkpoint=checkpoint,
         adapter=adapter,
@@ -224,10 +175,10 @@ def quantize(
 
     Repeating an interrupted command goes on after the last whole layer. model.device and model.dtype say where layers run.
     """
-    config_file, overrides = _split(settings)
+    config_file, overrides = split_settings(settings)
     from qerl.config.load import load_config
 
-    config = load_config(config_file, [*overrides, *_as_settings({"quant.format": weight_format})])
+    config = load_config(config_file, [*overrides, *as_settings({"quant.format": weight_format})])
     from qerl.model.checkpoint import resolve_model_path
     from qerl.quantize.command import quantize_command
     from qerl.quantize.report import facts, table
@@ -280,7 +231,7 @@ def report(
 @app.command(epilog=_examples("validate"))
 def validate(settings: Settings = None) -> None:
     """Check before training: prompts, tokens that end an answer, scores of right and wrong answers, greedy answers."""
-    config_file, overrides = _split(settings)
+    config_file, overrides = split_settings(settings)
     from qerl.config.load import load_config
     from qerl.train.validate import validate as run_checks
 
@@ -306,7 +257,7 @@ def rescore(
     ] = None,
 ) -> None:
     """Recompute the log-probs of recorded answers and compare; exit code 1 beyond the tolerance."""
-    config_file, overrides = _split(settings)
+    config_file, overrides = split_settings(settings)
     if config_file is not None:
         raise ConfigError("a run brings its own configuration", got=config_file, remedy="Give settings as key=value")
     from qerl.train.rescore import rescore as run_rescore
@@ -341,20 +292,3 @@ def main() -> None:
     # Threads that wait by spinning stall one another for seconds when the machine has other work; torch reads this at import.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     app()
-
-
-def _split(settings: Sequence[str] | None) -> tuple[str | None, list[str]]:
-    """The configuration file, if one is named, and the ``key=value`` settings."""
-    files = [item for item in settings or () if "=" not in item]
-    if len(files) > 1:
-        raise ConfigError(
-            "more than one configuration file is named",
-            got=" ".join(files),
-            expected="one file, then key=value settings",
-            remedy="Settings have an equals sign without spaces around it",
-        )
-    return (files[0] if files else None), [item for item in settings or () if "=" in item]
-
-
-def _as_settings(flags: dict[str, Any]) -> list[str]:
-    return [f"{key}={value}" for key, value in flags.items() if value is not None]

@@ -39,6 +39,7 @@ ORDER = (
     ("train",),
     ("experiments",),
     ("integrations",),
+    ("verbs",),
     ("cli",),
     ("__main__",),
 )

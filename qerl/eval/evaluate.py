@@ -34,8 +34,7 @@ class EvalResult:
     high: float
     confidence: float
     interval: str
-    """``wilson`` for one sample a question, ``bootstrap`` over questions for more (``wilson`` over questions where all
-    answers are right, or all wrong: there a bootstrap would claim certainty)."""
+    """``wilson`` for one sample a question, ``bootstrap`` over questions for more."""
     count: int
     """Questions."""
     answers: int
@@ -52,6 +51,10 @@ class EvalResult:
     """k -> chance that at least one of k samples is right (unbiased; Chen et al., arXiv 2107.03374)."""
     maj_at_k: float
     """Share of questions whose most frequent answer among all samples is right; the first given wins a tie."""
+    pass_at_k_interval: dict[int, tuple[float, float]]
+    """k -> interval over questions: a bootstrap of each question's chance; of k = 1 that of the accuracy."""
+    maj_at_k_interval: tuple[float, float]
+    """Wilson, over questions."""
     by_outcome: dict[str, int]
     """Answers by outcome."""
     policy: dict[str, Any]
@@ -77,6 +80,8 @@ class EvalResult:
             "avg_at_k": self.accuracy,
             "pass_at_k": {str(k): value for k, value in self.pass_at_k.items()},
             "maj_at_k": self.maj_at_k,
+            "pass_at_k_interval": {str(k): list(ends) for k, ends in self.pass_at_k_interval.items()},
+            "maj_at_k_interval": list(self.maj_at_k_interval),
             "by_outcome": dict(self.by_outcome),
             "policy": dict(self.policy),
         }
@@ -93,6 +98,16 @@ class EvalResult:
             "eval/mean_length": self.mean_length,
             "eval/count": self.count,
         }
+
+    def protocol_line(self) -> str:
+        """The declared policy in one line, without what was measured."""
+        policy = self.policy
+        how = "greedy" if policy["temperature"] == 0 else f"T={policy['temperature']:g}, top-p {policy['top_p']:g}"
+        each = "one answer" if policy["samples"] == 1 else f"{policy['samples']} answers"
+        noise = "off" if policy["noise"] is None else "on"
+        return (
+            f"{how}, {each} a question, at most {policy['max_new_tokens']} tokens, seed {policy['seed']}, noise {noise}"
+        )
 
     def headline(self) -> str:
         """One line: accuracy with its interval, and what hides behind it."""
@@ -173,14 +188,17 @@ def summarize(
     scored = [kept for group in groups if (kept := _scored(scores[group]))]
     shares = [sum(_correct(score) for score in group) / len(group) for group in scored]
     accuracy = math.fsum(shares) / len(shares) if shares else 0.0
-    interval, low, high = _interval(shares, samples, eval_cfg.confidence, policy["seed"])
+    confidence, seed = eval_cfg.confidence, policy["seed"]
+    interval, low, high = _interval(shares, samples, confidence, seed)
+    chances = {k: _pass_chances(scored, k) for k in _powers_of_two(samples)}
+    majority = sum(map(_majority_is_right, scored))
     total = len(completions)
     outcomes = Counter(score.outcome.value for score in scores)
     return EvalResult(
         accuracy=accuracy,
         low=low,
         high=high,
-        confidence=eval_cfg.confidence,
+        confidence=confidence,
         interval=interval,
         count=len(groups),
         answers=total,
@@ -188,8 +206,13 @@ def summarize(
         unparsable=outcomes[Outcome.UNPARSABLE.value] / total,
         unscorable=outcomes[Outcome.UNSCORABLE.value] / total,
         mean_length=sum(len(completion.token_ids) for completion in completions) / total,
-        pass_at_k={k: _mean_pass_at_k(scored, k) for k in _powers_of_two(samples)},
-        maj_at_k=sum(_majority_is_right(group) for group in scored) / len(scored) if scored else 0.0,
+        pass_at_k={k: math.fsum(values) / len(values) if values else 0.0 for k, values in chances.items()},
+        pass_at_k_interval={
+            k: (low, high) if k == 1 else _interval(values, samples, confidence, seed)[1:]
+            for k, values in chances.items()
+        },
+        maj_at_k=majority / len(scored) if scored else 0.0,
+        maj_at_k_interval=wilson(majority, len(scored), confidence),
         by_outcome={outcome.value: outcomes[outcome.value] for outcome in Outcome},
         policy=policy,
         rows=rows,
@@ -238,9 +261,9 @@ def compare(
 
 def _interval(shares: Sequence[float], samples: int, confidence: float, seed: int) -> tuple[str, float, float]:
     """Name and ends of the interval of the mean share; see ``EvalResult.interval``."""
-    if samples == 1 or not shares or min(shares) == 1.0 or max(shares) == 0.0:
+    if samples == 1 or not shares:
         return "wilson", *wilson(sum(shares), len(shares), confidence)
-    return "bootstrap", *bootstrap(shares, confidence, seed=seed)
+    return "bootstrap", *bootstrap(shares, confidence, anchors=(0.0, 1.0), seed=seed)
 
 
 def _correct(score: Score) -> bool:
@@ -272,10 +295,9 @@ def _row(completions: Sequence[Completion], scores: Sequence[Score]) -> dict[str
     }
 
 
-def _mean_pass_at_k(groups: Sequence[Sequence[Score]], k: int) -> float:
-    """Over the questions with at least k scored samples."""
-    values = [pass_at_k(len(group), sum(map(_correct, group)), k) for group in groups if len(group) >= k]
-    return math.fsum(values) / len(values) if values else 0.0
+def _pass_chances(groups: Sequence[Sequence[Score]], k: int) -> list[float]:
+    """pass@k of each question with at least k scored samples."""
+    return [pass_at_k(len(group), sum(map(_correct, group)), k) for group in groups if len(group) >= k]
 
 
 def _majority_is_right(scores: Sequence[Score]) -> bool:

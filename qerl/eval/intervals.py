@@ -1,4 +1,7 @@
-"""Intervals for accuracies and for paired differences. They speak about the questions, not about training seeds."""
+"""Intervals for accuracies and for paired differences. They speak about the questions, not about training seeds.
+
+Several samples of one question are not independent: whatever is resampled is a question with all of its samples.
+"""
 
 from __future__ import annotations
 
@@ -36,17 +39,25 @@ def wilson(successes: float, count: int, confidence: float = 0.95) -> tuple[floa
 
 
 def bootstrap(
-    values: Sequence[float], confidence: float = 0.95, *, seed: int = 0, resamples: int = 2000
+    values: Sequence[float],
+    confidence: float = 0.95,
+    *,
+    anchors: Sequence[float] = (),
+    seed: int = 0,
+    resamples: int = 2000,
 ) -> tuple[float, float]:
     """Percentile bootstrap interval of the mean (B. Efron, Annals of Statistics 7, 1979), by keyed draws.
 
     Args:
         values: one a question (its share of right answers, say); resampled with replacement. At least one.
         confidence: two-sided level, in (0, 1).
+        anchors: values of imagined questions that are resampled with the others: the least and the greatest value there
+            can be. They keep the interval of a few equal values from closing, as Agresti's and Coull's added successes
+            and failures do for a proportion, and hardly move that of many.
         seed: with the stream ``bootstrap``, the whole source of chance.
         resamples: bootstrap samples.
     """
-    data_N = torch.tensor(values, dtype=torch.float64)
+    data_N = torch.tensor([*values, *anchors], dtype=torch.float64)
     count = data_N.numel()
     rows = max(1, _CHUNK // count)
     means: list[torch.Tensor] = []
@@ -72,9 +83,12 @@ def paired_difference(
 ) -> tuple[float, float, float]:
     """Mean of ``second - first`` over the same questions, with the bootstrap interval of the paired differences.
 
+    One imagined question won and one lost are resampled with the others (``anchors`` of ``bootstrap``), so that equal
+    answers to a few questions are not taken for certainty.
+
     Returns:
         (difference, low, high).
     """
     differences = [b - a for a, b in zip(first, second, strict=True)]
-    low, high = bootstrap(differences, confidence, seed=seed, resamples=resamples)
+    low, high = bootstrap(differences, confidence, anchors=(-1.0, 1.0), seed=seed, resamples=resamples)
     return math.fsum(differences) / len(differences), low, high

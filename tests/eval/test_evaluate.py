@@ -81,7 +81,10 @@ def test_several_samples_give_average_pass_majority_and_a_bootstrap_interval(rew
     result, _ = run(rewarder, texts, samples=4, temperature=1.0)
     shares = [1.0, 0.5, 0.25, 0.0]
     assert result.accuracy == pytest.approx(1.75 / 4)
-    assert (result.low, result.high) == bootstrap(shares, 0.95, seed=5)
+    assert (result.low, result.high) == bootstrap(shares, 0.95, anchors=(0.0, 1.0), seed=5)
+    assert result.pass_at_k_interval[1] == (result.low, result.high)
+    assert result.pass_at_k_interval[2] == bootstrap([1.0, 5 / 6, 0.5, 0.0], 0.95, anchors=(0.0, 1.0), seed=5)
+    assert result.maj_at_k_interval == wilson(2, 4)
     assert result.interval == "bootstrap"
     assert result.maj_at_k == 0.5
     # By hand: right 4, 2, 1, 0 of 4; at k = 2 the misses are 0, 1/6, 3/6, 1.
@@ -152,10 +155,21 @@ def test_nothing_scorable_is_accuracy_zero_with_the_widest_interval(rewarder):
         assert result.rows[0]["answers"][0]["note"]
 
 
-def test_all_right_or_all_wrong_is_not_claimed_with_certainty(rewarder):
-    for text, right in (("18", 10), ("9", 0)):
-        result, _ = run(rewarder, {f"q{i}": [text, text] for i in range(10)}, samples=2, temperature=1.0)
-        assert (result.interval, result.low, result.high) == ("wilson", *wilson(right, 10))
+@pytest.mark.parametrize("texts", [["18", "18"], ["9", "9"], ["18", "9"]])
+def test_questions_that_all_came_out_alike_are_not_claimed_with_certainty(rewarder, texts):
+    result, _ = run(rewarder, {f"q{i}": texts for i in range(10)}, samples=2, temperature=1.0)
+    assert result.low <= result.accuracy <= result.high
+    assert result.high - result.low > 0.15
+    for low, high in result.pass_at_k_interval.values():
+        assert high - low > 0.15
+
+
+def test_samples_of_one_question_are_no_questions_of_their_own(rewarder):
+    """Ten questions with eight equal answers each: the interval is that of ten questions, not of eighty."""
+    texts = {f"q{i}": ["18" if i < 5 else "9"] * 8 for i in range(10)}
+    many, _ = run(rewarder, texts, samples=8, temperature=1.0)
+    one, _ = run(rewarder, {name: answers[:1] for name, answers in texts.items()})
+    assert many.high - many.low == pytest.approx(one.high - one.low, abs=0.12)
 
 
 def test_no_questions_is_an_error(rewarder):

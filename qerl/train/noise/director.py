@@ -100,14 +100,30 @@ class NoiseDirector:
 
     def evaluation(self, *, step: int, completed: int) -> Noise | None:
         """Noise of an evaluation after ``step``: as the next rollout would have it, under a stream of its own; None unless
-        ``eval.noise`` is set. Accumulated noise is one draw as large as the whole sum."""
-        if not self.config.eval.noise:
-            return None
+        ``eval.noise`` is set."""
+        return self.deployment(step=step, completed=completed) if self.config.eval.noise else None
+
+    def deployment(self, *, step: int, completed: int, draw: int = 0, sigma: float | None = None) -> Noise | None:
+        """Noise that a policy is deployed with after ``step``: as the next rollout would have it, keyed apart from every
+        rollout. Accumulated noise is one draw as large as the whole sum.
+
+        Args:
+            step: completed steps, part of the key.
+            completed: optimizer updates made so far; decides the stage.
+            draw: which of several keys.
+            sigma: level in place of the schedule's or the sum's, in the unit of ``aqn.magnitude``.
+
+        Returns:
+            None where there is nothing to add.
+        """
         state = self._state(step, completed)
-        if state is None or state.silent:
+        if state is None:
             return None
-        level = state.displacement / state.factor
-        state = replace(state, stream=EVALUATION_STREAM, sigma=level, mode="replace", history=())
+        level = state.displacement / state.factor if sigma is None else sigma
+        stream = EVALUATION_STREAM if draw == 0 else f"{EVALUATION_STREAM}/{draw}"
+        state = replace(state, stream=stream, sigma=level, mode="replace", history=())
+        if state.silent:
+            return None
         return replace(state, group_size=self.config.eval.samples).materialize(self.session.model)
 
     def observe(self, state: NoiseState | None, metrics: Mapping[str, float]) -> None:

@@ -1,0 +1,375 @@
+"""Measuring policies outside a training run: several suites, several checkpoints, clean and noisy, under one protocol.
+
+The model is loaded once; checkpoints are copied into it one after the other, the base first. Every policy answers the same
+prompts with the same random numbers, so differences are paired by question.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+import torch
+
+from qerl.config.schema import Config
+from qerl.errors import ConfigError, RunFolderError
+from qerl.eval.compare import Comparison, compare_stored
+from qerl.eval.evaluate import EvalResult, evaluate
+from qerl.eval.files import PROTOCOL, Measurement, StoredEvaluation
+from qerl.metrics.run_dir import RunDir
+from qerl.model.aqn import Noise
+from qerl.model.attention import PackedSequences
+from qerl.model.checkpoint import load_adapter
+from qerl.records import Prompt
+from qerl.reward.compose import Rewarder
+from qerl.rollout.engine import ProgressCallback
+from qerl.train.noise.director import NoiseDirector, load_sum
+from qerl.train.resume import TrainState, read_state
+from qerl.train.run import load_prompts
+from qerl.train.session import Session, open_session
+from qerl.train.standalone import Target, resolve_target
+
+BASE = "base"
+EFFECT_TOKENS = 256
+"""Tokens of the first prompt at which the effect of an adapter is read."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoiseRequest:
+    """A noisy deployment to measure beside the clean one.
+
+    Attributes:
+        draws: how many keys; each is one policy.
+        sigma: level instead of the run's own at the checkpoint, in the unit of ``aqn.magnitude``.
+    """
+
+    draws: int
+    sigma: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterEffect:
+    """What the adapter (with its norms) changes, at the tokens of one prompt."""
+
+    policy: str
+    max_logit_change: float
+    mean_kl: float
+    """Mean over tokens of KL(base, adapted), nats."""
+
+    @property
+    def dead(self) -> bool:
+        """Not one logit differs from the base's."""
+        return self.max_logit_change == 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoiseSpread:
+    """A noisy deployment over its draws, against the clean one."""
+
+    suite: str
+    policy: str
+    sigma: float
+    keys: tuple[dict[str, Any], ...]
+    """The noise of each draw: enough to make it again."""
+    accuracies: tuple[float, ...]
+    mean: float
+    spread: float
+    """Sample standard deviation over draws; 0 for one."""
+    against_clean: Comparison
+    """The mean over draws of each question against the clean answer."""
+
+    def line(self) -> str:
+        """For people."""
+        draws = f"{len(self.accuracies)} draws" if len(self.accuracies) > 1 else "1 draw"
+        low, high = min(self.accuracies), max(self.accuracies)
+        difference = self.against_clean
+        return (
+            f"{self.suite}, {self.policy} with noise (sigma {self.sigma:.3g}): {self.mean:.1%} over {draws} "
+            f"({low:.1%} to {high:.1%}, standard deviation {100 * self.spread:.1f} points); noisy - clean "
+            f"{100 * difference.difference:+.1f} points [{100 * difference.low:+.1f}, {100 * difference.high:+.1f}]"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deployment:
+    """Everything that one call measured."""
+
+    measurements: tuple[Measurement, ...]
+    effects: tuple[AdapterEffect, ...]
+    spreads: tuple[NoiseSpread, ...]
+    comparisons: tuple[Comparison, ...]
+    """Each clean policy against the first one of its suite."""
+
+    def facts(self) -> dict[str, Any]:
+        """What ``evaluation.json`` says besides the measurements."""
+        return {
+            "adapter_effects": [asdict(effect) for effect in self.effects],
+            "noise": [asdict(spread) for spread in self.spreads],
+        }
+
+
+def choose_targets(
+    target: str,
+    settings: Sequence[str] = (),
+    *,
+    config_file: str | None = None,
+    checkpoints: str | None = None,
+    adapter: Path | None = None,
+    base: bool = False,
+) -> list[tuple[str, Target]]:
+    """The policies to measure, by name, the base first.
+
+    Args:
+        target: run folder, configuration file, model folder or name.
+        settings: ``key=value`` overrides.
+        config_file: configuration for a model target.
+        checkpoints: steps of a run's checkpoints, ``50,100``, or ``all``; None takes the newest.
+        adapter: PEFT folder to load on a model or configuration target.
+        base: the base without adapter; with ``checkpoints`` too, both.
+
+    Raises:
+        ConfigError: options that do not go together.
+        RunFolderError: the run has no such checkpoint.
+        CheckpointError: there is no such model.
+    """
+    resolve = partial(resolve_target, target, settings, config_file=config_file, adapter=adapter)
+    found = [(BASE, resolve(base=True))] if base else []
+    if checkpoints is None and not base:
+        one = resolve()
+        found.append((BASE if one.adapter is None else one.adapter.name, one))
+    found += [(f"checkpoint-{step}", resolve(checkpoint=step)) for step in _steps(target, checkpoints)]
+    return found
+
+
+def _steps(target: str, checkpoints: str | None) -> list[int]:
+    if checkpoints is None:
+        return []
+    if checkpoints == "all":
+        steps = [step for step, _ in RunDir(target).checkpoints()]
+        if not steps:
+            raise RunFolderError(
+                "the run has no checkpoint", got=target, remedy="Use --base to take the base model without adapter"
+            )
+        return steps
+    parts = [part.strip() for part in checkpoints.split(",")]
+    if not all(part.isdecimal() for part in parts):
+        raise ConfigError("--checkpoint is not understood", got=checkpoints, expected="a step, steps as 50,100, or all")
+    return list(dict.fromkeys(int(part) for part in parts))
+
+
+def measure(
+    targets: Sequence[tuple[str, Target]],
+    suites: Sequence[str],
+    *,
+    noise: NoiseRequest | None,
+    warn: Callable[[str], None],
+    on_progress: ProgressCallback | None = None,
+    on_measurement: Callable[[Measurement], None] = lambda _: None,
+) -> Deployment:
+    """Measure every policy on every suite.
+
+    Args:
+        targets: what ``choose_targets`` gave.
+        suites: names or paths of data sets; empty takes ``data.eval``.
+        noise: also measure each policy with noise.
+        warn: told what the user should know.
+        on_progress: passed to the engine.
+        on_measurement: called after each.
+
+    Raises:
+        ConfigError: there is no evaluation data, or noise is asked for where there is none.
+    """
+    config = targets[0][1].config
+    names = tuple(suites) or ((config.data.eval,) if config.data.eval is not None else ())
+    if not names:
+        raise ConfigError("there is no evaluation data", remedy="Add --data with a file, or a NAME under $QERL_DATA")
+    if noise is not None:
+        _check_noise(config, targets, noise)
+    adapted = any(target.adapter is not None for _, target in targets)
+    session = open_session(config, with_lora=adapted, keep_reference_norms=adapted)
+    prompts = {name: _prompts(config, session, name, warn) for name in names}
+    measurements: list[Measurement] = []
+    effects: list[AdapterEffect] = []
+    spreads: list[NoiseSpread] = []
+    max_new_tokens = config.eval.max_new_tokens or config.rollout.max_new_tokens
+    with Rewarder(config.reward, max_new_tokens) as rewarder:
+
+        def answer(suite: str, policy: str, draw: Noise | None) -> Measurement:
+            result = evaluate(
+                session.engine,
+                prompts[suite],
+                rewarder,
+                eval_cfg=config.eval,
+                seed=config.train.seed,
+                max_new_tokens=max_new_tokens,
+                noise=draw,
+                adapters=adapted,
+                on_progress=on_progress,
+            )
+            for text in rewarder.take_warnings():
+                warn(text)
+            found = Measurement(suite=suite_name(suite), policy=policy, location=suite, result=result)
+            measurements.append(found)
+            on_measurement(found)
+            return found
+
+        for policy, target in targets:
+            if target.adapter is not None:
+                load_adapter(session.model, target.adapter)
+                effects.append(adapter_effect(session, prompts[names[0]][0], policy))
+                if effects[-1].dead:
+                    warn(f"{policy} changes no logit of the base: its adapter is empty, or is not applied")
+            draws = list(_draws(config, session, target, noise, warn))
+            for suite in names:
+                clean = answer(suite, policy, None)
+                noisy = [
+                    (state, answer(suite, f"{policy}, noise draw {index}", draw))
+                    for index, (state, draw) in enumerate(draws)
+                ]
+                if noisy:
+                    spreads.append(noise_spread(clean, noisy))
+    return Deployment(
+        measurements=tuple(measurements),
+        effects=tuple(effects),
+        spreads=tuple(spreads),
+        comparisons=tuple(_against_first(measurements, [name for name, _ in targets], config)),
+    )
+
+
+def suite_name(source: str) -> str:
+    """What a data set is called in tables: its name with the split if one is named, or the stem of its file."""
+    path = Path(source)
+    return path.stem if path.suffix in (".jsonl", ".json", ".parquet") else source if "/" not in source else path.name
+
+
+@torch.no_grad()
+def adapter_effect(session: Session, prompt: Prompt, policy: str) -> AdapterEffect:
+    """Logits with the adapter and norms in use against those of the base, at the tokens of one prompt."""
+    model = session.model
+    tokens_T = torch.tensor(prompt.token_ids[:EFFECT_TOKENS], device=model.device)
+    context = PackedSequences(torch.tensor([0, tokens_T.numel()], device=model.device))
+    adapted_TV = model.logits(model(tokens_T, context)).double()
+    base_TV = model.logits(model(tokens_T, context, adapters=False, reference=True)).double()
+    base_logp_TV, logp_TV = base_TV.log_softmax(-1), adapted_TV.log_softmax(-1)
+    kl_T = (base_logp_TV.exp() * (base_logp_TV - logp_TV)).sum(-1)
+    return AdapterEffect(
+        policy=policy,
+        max_logit_change=float((adapted_TV - base_TV).abs().max()),
+        mean_kl=float(kl_T.mean()),
+    )
+
+
+def noise_spread(clean: Measurement, noisy: Sequence[tuple[Mapping[str, Any], Measurement]]) -> NoiseSpread:
+    """A policy's noisy measurements over their draws, against its clean one on the same suite."""
+    results = [measurement.result for _, measurement in noisy]
+    accuracies = tuple(result.accuracy for result in results)
+    mean_rows = [_mean_row(rows) for rows in zip(*(result.rows for result in results), strict=True)]
+    against = compare_stored(
+        stored(clean),
+        StoredEvaluation(
+            suite=clean.suite, policy=f"{clean.policy} with noise", protocol=_protocol(clean.result), rows=mean_rows
+        ),
+        confidence=clean.result.confidence,
+        seed=clean.result.policy["seed"],
+    )
+    return NoiseSpread(
+        suite=clean.suite,
+        policy=clean.policy,
+        sigma=float(noisy[0][0]["sigma"]),
+        keys=tuple(dict(state) for state, _ in noisy),
+        accuracies=accuracies,
+        mean=fmean(accuracies),
+        spread=stdev(accuracies) if len(accuracies) > 1 else 0.0,
+        against_clean=against,
+    )
+
+
+def stored(measurement: Measurement) -> StoredEvaluation:
+    """A measurement as one that was read back."""
+    return StoredEvaluation(
+        suite=measurement.suite,
+        policy=measurement.policy,
+        protocol=_protocol(measurement.result),
+        rows=list(measurement.result.rows),
+    )
+
+
+def _protocol(result: EvalResult) -> dict[str, Any]:
+    return {key: result.policy.get(key) for key in PROTOCOL}
+
+
+def _mean_row(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """One question over several draws: the mean accuracy of those that could be scored."""
+    values = [row["accuracy"] for row in rows if row["accuracy"] is not None]
+    return {**rows[0], "accuracy": math.fsum(values) / len(values) if values else None}
+
+
+def _prompts(config: Config, session: Session, source: str, warn: Callable[[str], None]) -> list[Prompt]:
+    prompts, _, notes = load_prompts(config, session, source, "test", config.data.eval_limit)
+    for text in notes:
+        warn(text)
+    return prompts
+
+
+def _has_noise(config: Config, target: Target, request: NoiseRequest) -> bool:
+    return request.sigma is not None or (config.aqn.enabled and target.adapter is not None)
+
+
+def _check_noise(config: Config, targets: Sequence[tuple[str, Target]], request: NoiseRequest) -> None:
+    """Refuse a request that no policy could meet, before anything is measured."""
+    if not any(_has_noise(config, target, request) for _, target in targets):
+        raise ConfigError(
+            "there is no noise to measure: no policy here was trained with any",
+            got="--noise without --sigma",
+            remedy="Give the level: --sigma 0.01",
+        )
+    bare = any(target.adapter is None and _has_noise(config, target, request) for _, target in targets)
+    if config.aqn.magnitude == "sensitivity" and bare:
+        raise ConfigError(
+            "noise by sensitivity is measured while a run trains",
+            got="aqn.magnitude=sensitivity for a policy without adapter",
+            remedy="Add aqn.magnitude=relative",
+        )
+
+
+def _draws(
+    config: Config, session: Session, target: Target, request: NoiseRequest | None, warn: Callable[[str], None]
+) -> Iterator[tuple[dict[str, Any], Noise]]:
+    """The noise of each draw, with what identifies it; none for a base policy without a sigma of its own."""
+    if request is None or not _has_noise(config, target, request):
+        return
+    noisy = config.model_copy(update={"aqn": config.aqn.model_copy(update={"enabled": True})})
+    folder = target.adapter
+    known = folder is not None and (folder / "trainer_state.json").is_file()
+    state = read_state(folder) if folder is not None and known else TrainState()
+    total = load_sum(folder, noisy, session) if folder is not None and known else {}
+    needs_prompts = config.aqn.magnitude in ("kl", "sensitivity") or config.aqn.match_budget
+    prompts: list[Prompt] = []
+    if needs_prompts and config.data.train is not None:
+        prompts = load_prompts(config, session, config.data.train, "train", None)[0]
+    director = NoiseDirector(noisy, session, prompts, state.noise, total)
+    for index in range(request.draws):
+        draw = director.deployment(step=state.step, completed=state.updates, draw=index, sigma=request.sigma)
+        if draw is None:
+            warn(f"the noise of {target.description} has sigma 0 here; --sigma gives another level")
+            return
+        yield draw.state.to_dict(), draw
+    for text in director.take_warnings():
+        warn(text)
+
+
+def _against_first(
+    measurements: Sequence[Measurement], policies: Sequence[str], config: Config
+) -> Iterator[Comparison]:
+    """Each further clean policy against the first, suite by suite."""
+    for suite in dict.fromkeys(measurement.suite for measurement in measurements):
+        clean = [m for m in measurements if m.suite == suite and m.policy in policies]
+        for measurement in clean[1:]:
+            yield compare_stored(
+                stored(clean[0]), stored(measurement), confidence=config.eval.confidence, seed=config.train.seed
+            )

@@ -1,0 +1,143 @@
+"""``qerl eval``: policies on suites, and two evaluations against each other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from qerl.data.suites import SUITES, split_list
+from qerl.errors import ConfigError
+from qerl.metrics.files import write_json
+from qerl.metrics.terminal import print_facts, progress_bar, warn
+from qerl.verbs.options import Adapter, Settings, as_settings, split_settings
+
+
+def evaluate(
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN_OR_MODEL",
+            help="Run folder, model folder, NAME under $QERL_MODELS, `demo`, or CONFIG.yaml.",
+        ),
+    ],
+    settings: Settings = None,
+    data: Annotated[
+        str | None,
+        typer.Option(
+            "--data",
+            metavar="NAME,…",
+            help="Suites and files, with commas between: "
+            f"{', '.join(SUITES)}, arithmetic, a NAME under $QERL_DATA, a JSONL/parquet file, a hub name; NAME:split.",
+        ),
+    ] = None,
+    checkpoint: Annotated[
+        str | None,
+        typer.Option(metavar="all | N,…", help="Checkpoints of the run, in one go; the newest if not given."),
+    ] = None,
+    adapter: Adapter = None,
+    base: Annotated[
+        bool, typer.Option("--base", help="The base without adapter; with --checkpoint, it and the checkpoints.")
+    ] = False,
+    samples: Annotated[
+        int | None, typer.Option(metavar="N", help="Answers per question; above 1 needs a temperature.")
+    ] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
+    noise: Annotated[
+        int, typer.Option("--noise", metavar="DRAWS", min=0, help="Also with noise, under so many keys.")
+    ] = 0,
+    sigma: Annotated[
+        float | None, typer.Option(metavar="S", min=0.0, help="Level of --noise; the run's own if not given.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(metavar="N", help="Only the first N questions of each suite.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR | FILE.json",
+            help="Also write evaluation.json and a parquet file of questions for each suite and policy; or all as one JSON.",
+        ),
+    ] = None,
+    compare: Annotated[
+        bool,
+        typer.Option(
+            "--compare",
+            help="Compare two evaluations instead: `qerl eval --compare A B`, each a folder or parquet file of --out, or a RUN or RUN:STEP.",
+        ),
+    ] = False,
+) -> None:
+    """Measure accuracy, with an interval over questions, of a run, its checkpoints, a model, or a model with an adapter.
+
+    Every suite is a line of its own; no mean replaces them. Noise is off unless --noise asks for it beside the clean policy.
+    """
+    if compare:
+        _compare(target, settings)
+        return
+    if sigma is not None and not noise:
+        raise ConfigError("--sigma sets the level of --noise", got=f"--sigma {sigma:g}", remedy="Add --noise 1")
+    config_file, overrides = split_settings(settings)
+    flags = {"eval.samples": samples, "eval.temperature": temperature, "data.eval_limit": limit}
+    from qerl.eval.files import write_evaluations
+    from qerl.eval.table import table_lines
+    from qerl.train.deployment import NoiseRequest, choose_targets, measure
+
+    targets = choose_targets(
+        target,
+        [*overrides, *as_settings(flags)],
+        config_file=config_file,
+        checkpoints=checkpoint,
+        adapter=adapter,
+        base=base,
+    )
+    # A configuration that evaluates with noise asks for it here too, beside the clean policy.
+    draws = noise or int(targets[0][1].config.eval.noise)
+    request = NoiseRequest(draws=draws, sigma=sigma) if draws else None
+    with progress_bar() as on_progress:
+        found = measure(
+            targets,
+            split_list(data) if data is not None else (),
+            noise=request,
+            warn=warn,
+            on_progress=on_progress,
+        )
+    config = targets[0][1].config
+    first = found.measurements[0].result
+    lines: dict[str, Any] = {
+        "policy": f"{'; '.join(one.description for _, one in targets)} ({config.quant.format} base)",
+        "protocol": first.protocol_line(),
+    }
+    for effect in found.effects:
+        lines[f"{effect.policy} changes"] = (
+            f"logits by up to {effect.max_logit_change:.3g}, KL from the base {effect.mean_kl:.3g} nats a token"
+        )
+    print_facts(lines)
+    for line in table_lines(found.measurements):
+        print(line)
+    for spread in found.spreads:
+        print(spread.line())
+    for comparison in found.comparisons:
+        print(comparison.line())
+    if out is not None:
+        facts = {"target": target, "policies": {name: one.description for name, one in targets}, **found.facts()}
+        comparisons = [comparison.to_dict() for comparison in found.comparisons]
+        if out.suffix == ".json":
+            results = [measurement.facts() | {"rows": measurement.result.rows} for measurement in found.measurements]
+            one = results[0] if len(results) == 1 else {"results": results, "comparisons": comparisons}
+            write_json(out, {**facts, **one})
+        else:
+            write_evaluations(out, found.measurements, facts, comparisons)
+
+
+def _compare(first: str, others: list[str] | None) -> None:
+    """Two evaluations from disk against each other, suite by suite."""
+    if not others or len(others) != 1:
+        raise ConfigError(
+            "--compare takes two evaluations",
+            got=" ".join([first, *(others or [])]),
+            expected="qerl eval --compare FIRST SECOND",
+        )
+    from qerl.eval.compare import compare_stored, pair_up
+    from qerl.eval.files import read_evaluations
+
+    for one, other in pair_up(read_evaluations(first), read_evaluations(others[0])):
+        print("\n".join(compare_stored(one, other).lines()))

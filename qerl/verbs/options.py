@@ -1,0 +1,57 @@
+"""Arguments that several verbs share, and the examples under their help."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from qerl.errors import ConfigError
+
+Settings = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[CONFIG.yaml] [key=value …]", help="Configuration file, then settings that override it."),
+]
+Data = Annotated[
+    str | None,
+    typer.Option(
+        "--data",
+        metavar="FILE_OR_NAME",
+        help="JSONL/parquet file, `arithmetic`, a NAME under $QERL_DATA, or hub name; NAME:split.",
+    ),
+]
+Checkpoint = Annotated[
+    int | None, typer.Option(metavar="N", help="Step of the run's checkpoint; the newest if not given.")
+]
+Adapter = Annotated[Path | None, typer.Option(metavar="DIR", help="PEFT adapter to load on a model folder.")]
+Base = Annotated[bool, typer.Option("--base", help="The run's base model, without its adapter.")]
+TargetArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="RUN_OR_MODEL", help="Run folder, model folder, NAME under $QERL_MODELS, `demo`, or CONFIG.yaml."
+    ),
+]
+
+
+def split_settings(settings: Sequence[str] | None) -> tuple[str | None, list[str]]:
+    """The configuration file, if one is named, and the ``key=value`` settings.
+
+    Raises:
+        ConfigError: several files are named.
+    """
+    files = [item for item in settings or () if "=" not in item]
+    if len(files) > 1:
+        raise ConfigError(
+            "more than one configuration file is named",
+            got=" ".join(files),
+            expected="one file, then key=value settings",
+            remedy="Settings have an equals sign without spaces around it",
+        )
+    return (files[0] if files else None), [item for item in settings or () if "=" in item]
+
+
+def as_settings(flags: dict[str, Any]) -> list[str]:
+    """Flags that were given, as ``key=value`` settings."""
+    return [f"{key}={value}" for key, value in flags.items() if value is not None]

@@ -1,0 +1,143 @@
+"""Several suites and checkpoints in one go, adapters that must change something, clean against noisy."""
+
+import json
+from dataclasses import asdict
+
+import pytest
+
+from qerl.config.load import load_config
+from qerl.data.synthetic import arithmetic_problems
+from qerl.errors import ConfigError, RunFolderError
+from qerl.metrics.run_dir import RunDir
+from qerl.train.deployment import NoiseRequest, choose_targets, measure, suite_name
+from qerl.train.run import train
+
+SETTINGS = [
+    "model.path=demo",
+    "model.dtype=float32",
+    "data.eval_limit=8",
+    "rollout.prompts_per_step=4",
+    "rollout.group_size=4",
+    "rollout.max_prompt_tokens=96",
+    "rollout.max_new_tokens=40",
+    "lora.rank=4",
+    "optim.lr=3e-3",
+    "train.steps=2",
+    "train.save_every=1",
+    "eval.every=0",
+    "aqn.num_stages=2",
+    "aqn.sigma_start=0.3",
+    "diagnostics.canary=false",
+    "log.progress=off",
+    "run.name=tiny",
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("deployment")
+    for split in ("train", "test"):
+        rows = [asdict(problem) for problem in arithmetic_problems(split, 16)]
+        (path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    where = [f"data.train={path}", f"data.eval={path}", f"run.dir={path}"]
+    train(load_config(None, [*SETTINGS, *where]))
+    return path
+
+
+def run(folder, targets, suites=(), noise=None):
+    told = []
+    return measure(targets, suites, noise=noise, warn=told.append), told
+
+
+def test_base_and_all_checkpoints_on_two_suites_in_one_go(folder):
+    targets = choose_targets(str(folder / "tiny"), checkpoints="all", base=True)
+    assert [name for name, _ in targets] == ["base", "checkpoint-1", "checkpoint-2"]
+    found, told = run(folder, targets, (str(folder / "test.jsonl"), str(folder / "train.jsonl")))
+    assert told == []
+    assert [(m.policy, m.suite) for m in found.measurements] == [
+        (policy, suite) for policy in ("base", "checkpoint-1", "checkpoint-2") for suite in ("test", "train")
+    ]
+    # The same protocol for all, and the run's own evaluations come out again.
+    assert len({json.dumps(m.result.policy | {"adapters": 0}) for m in found.measurements}) == 1
+    kept = RunDir(folder / "tiny")
+    for index, step in ((0, 0), (4, 2)):
+        rows = kept.read_evaluation(step)
+        assert [r["answers"] for r in found.measurements[index].result.rows] == [r["answers"] for r in rows]
+    assert [effect.dead for effect in found.effects] == [False, False]
+    assert all(effect.mean_kl > 0 for effect in found.effects)
+    assert [(c.suite, c.first, c.second) for c in found.comparisons] == [
+        ("test", "base", "checkpoint-1"),
+        ("test", "base", "checkpoint-2"),
+        ("train", "base", "checkpoint-1"),
+        ("train", "base", "checkpoint-2"),
+    ]
+
+
+def test_each_policy_alone_gives_what_it_gave_among_others(folder):
+    among, _ = run(folder, choose_targets(str(folder / "tiny"), checkpoints="1,2", base=True))
+    for name, options in (("base", {"base": True}), ("checkpoint-1", {"checkpoints": "1"}), ("checkpoint-2", {})):
+        alone, _ = run(folder, choose_targets(str(folder / "tiny"), **options))
+        (same,) = [m for m in among.measurements if m.policy == name]
+        assert alone.measurements[0].result.rows == same.result.rows
+
+
+def test_noise_is_keyed_by_draw_and_held_against_the_clean_policy(folder):
+    targets = choose_targets(str(folder / "tiny"), base=True, checkpoints="2")
+    found, _ = run(folder, targets, noise=NoiseRequest(draws=2))
+    assert [m.policy for m in found.measurements] == [
+        "base",
+        "checkpoint-2",
+        "checkpoint-2, noise draw 0",
+        "checkpoint-2, noise draw 1",
+    ]
+    (spread,) = found.spreads
+    assert [key["stream"] for key in spread.keys] == ["eval_noise", "eval_noise/1"]
+    assert spread.sigma == pytest.approx(0.3)
+    assert spread.mean == pytest.approx(sum(spread.accuracies) / 2)
+    clean = found.measurements[1].result
+    assert spread.against_clean.difference == pytest.approx(spread.mean - clean.accuracy)
+    texts = [[row["answers"][0]["text"] for row in m.result.rows] for m in found.measurements[1:]]
+    assert texts[0] != texts[1] != texts[2] != texts[0]
+    again, _ = run(folder, targets, noise=NoiseRequest(draws=2))
+    assert again.spreads == found.spreads
+
+
+def test_a_sigma_of_ones_own_reaches_the_base_too_and_zero_is_clean(folder):
+    targets = choose_targets(str(folder / "tiny"), base=True)
+    found, _ = run(folder, targets, noise=NoiseRequest(draws=1, sigma=0.5))
+    assert found.spreads[0].sigma == 0.5
+    clean, noisy = (m.result.rows for m in found.measurements)
+    assert clean != noisy
+    found, told = run(folder, targets, noise=NoiseRequest(draws=1, sigma=0.0))
+    assert found.spreads == ()
+    assert "sigma 0" in told[0]
+    with pytest.raises(ConfigError, match="no policy here was trained with any"):
+        run(folder, targets, noise=NoiseRequest(draws=1))
+
+
+def test_an_adapter_that_changes_nothing_is_told(folder):
+    adapter = RunDir(folder / "tiny").adapter_path(0)
+    settings = [*SETTINGS[1:], "quant.format=nvfp4", f"data.eval={folder}"]
+    found, told = run(folder, choose_targets("demo", settings, adapter=adapter))
+    assert found.effects[0].dead
+    assert "changes no logit of the base" in told[0]
+
+
+def test_checkpoints_are_named_by_step_or_all(folder, tmp_path):
+    with pytest.raises(ConfigError, match="50,100, or all"):
+        choose_targets(str(folder / "tiny"), checkpoints="newest")
+    with pytest.raises(RunFolderError, match="a step of 1, 2"):
+        choose_targets(str(folder / "tiny"), checkpoints="1,7")
+    RunDir.create(tmp_path / "empty").write_text("config.resolved.yaml", "")
+    with pytest.raises(RunFolderError, match="no checkpoint"):
+        choose_targets(str(tmp_path / "empty"), checkpoints="all")
+
+
+def test_suites_are_called_by_name_or_by_the_stem_of_their_file():
+    assert [suite_name(s) for s in ("gsm8k", "gsm8k:train", "data/x.jsonl", "openai/gsm8k", "folder/svamp")] == [
+        "gsm8k",
+        "gsm8k:train",
+        "x",
+        "gsm8k",
+        "svamp",
+    ]
