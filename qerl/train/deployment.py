@@ -28,7 +28,7 @@ from qerl.model.checkpoint import load_adapter
 from qerl.records import Prompt
 from qerl.reward.compose import Rewarder
 from qerl.rollout.engine import ProgressCallback
-from qerl.train.noise.director import NoiseDirector, load_sum
+from qerl.train.noise.director import NoiseDirector, load_sum, needs_calibration
 from qerl.train.resume import TrainState, read_state
 from qerl.train.run import load_prompts
 from qerl.train.session import Session, open_session
@@ -140,8 +140,8 @@ def choose_targets(
     resolve = partial(resolve_target, target, settings, config_file=config_file, adapter=adapter)
     found = [(BASE, resolve(base=True))] if base else []
     if checkpoints is None and not base:
-        one = resolve()
-        found.append((BASE if one.adapter is None else one.adapter.name, one))
+        newest = RunDir(target).latest_checkpoint() or adapter
+        found.append((BASE if newest is None else newest.name, resolve()))
     found += [(f"checkpoint-{step}", resolve(checkpoint=step)) for step in _steps(target, checkpoints)]
     return found
 
@@ -169,7 +169,6 @@ def measure(
     noise: NoiseRequest | None,
     warn: Callable[[str], None],
     on_progress: ProgressCallback | None = None,
-    on_measurement: Callable[[Measurement], None] = lambda _: None,
 ) -> Deployment:
     """Measure every policy on every suite.
 
@@ -179,7 +178,6 @@ def measure(
         noise: also measure each policy with noise.
         warn: told what the user should know.
         on_progress: passed to the engine.
-        on_measurement: called after each.
 
     Raises:
         ConfigError: there is no evaluation data, or noise is asked for where there is none.
@@ -190,16 +188,15 @@ def measure(
         raise ConfigError("there is no evaluation data", remedy="Add --data with a file, or a NAME under $QERL_DATA")
     if noise is not None:
         _check_noise(config, targets, noise)
-    adapted = any(target.adapter is not None for _, target in targets)
-    session = open_session(config, with_lora=adapted, keep_reference_norms=adapted)
-    prompts = {name: _prompts(config, session, name, warn) for name in names}
+    models = _Models(adapted=any(target.adapter is not None for _, target in targets))
+    prompts: dict[str, list[Prompt]] = {}
     measurements: list[Measurement] = []
     effects: list[AdapterEffect] = []
     spreads: list[NoiseSpread] = []
     max_new_tokens = config.eval.max_new_tokens or config.rollout.max_new_tokens
     with Rewarder(config.reward, max_new_tokens) as rewarder:
 
-        def answer(suite: str, policy: str, draw: Noise | None) -> Measurement:
+        def answer(session: Session, suite: str, policy: str, draw: Noise | None) -> Measurement:
             result = evaluate(
                 session.engine,
                 prompts[suite],
@@ -208,27 +205,26 @@ def measure(
                 seed=config.train.seed,
                 max_new_tokens=max_new_tokens,
                 noise=draw,
-                adapters=adapted,
+                adapters=models.adapted,
                 on_progress=on_progress,
             )
             for text in rewarder.take_warnings():
                 warn(text)
-            found = Measurement(suite=suite_name(suite), policy=policy, location=suite, result=result)
-            measurements.append(found)
-            on_measurement(found)
-            return found
+            measurements.append(Measurement(suite=suite_name(suite), policy=policy, location=suite, result=result))
+            return measurements[-1]
 
         for policy, target in targets:
+            session = models.session(target)
+            prompts = prompts or {name: _prompts(config, session, name, warn) for name in names}
             if target.adapter is not None:
-                load_adapter(session.model, target.adapter)
                 effects.append(adapter_effect(session, prompts[names[0]][0], policy))
                 if effects[-1].dead:
                     warn(f"{policy} changes no logit of the base: its adapter is empty, or is not applied")
             draws = list(_draws(config, session, target, noise, warn))
             for suite in names:
-                clean = answer(suite, policy, None)
+                clean = answer(session, suite, policy, None)
                 noisy = [
-                    (state, answer(suite, f"{policy}, noise draw {index}", draw))
+                    (state, answer(session, suite, f"{policy}, noise draw {index}", draw))
                     for index, (state, draw) in enumerate(draws)
                 ]
                 if noisy:
@@ -239,6 +235,24 @@ def measure(
         spreads=tuple(spreads),
         comparisons=tuple(_against_first(measurements, [name for name, _ in targets], config)),
     )
+
+
+class _Models:
+    """The one model in memory: adapters are copied into it, another folder (a checkpoint of full mode) takes its place."""
+
+    def __init__(self, *, adapted: bool):
+        self.adapted = adapted
+        self._session: Session | None = None
+
+    def session(self, target: Target) -> Session:
+        """The session with ``target`` loaded. The base has to come before any adapter."""
+        path = target.config.model.path
+        if self._session is None or self._session.config.model.path != path:
+            self._session = None
+            self._session = open_session(target.config, trainable=self.adapted, keep_reference_norms=self.adapted)
+        if target.adapter is not None:
+            load_adapter(self._session.model, target.adapter)
+        return self._session
 
 
 def suite_name(source: str) -> str:
@@ -317,7 +331,7 @@ def _prompts(config: Config, session: Session, source: str, warn: Callable[[str]
 
 
 def _has_noise(config: Config, target: Target, request: NoiseRequest) -> bool:
-    return request.sigma is not None or (config.aqn.enabled and target.adapter is not None)
+    return request.sigma is not None or (config.aqn.enabled and target.updates > 0)
 
 
 def _check_noise(config: Config, targets: Sequence[tuple[str, Target]], request: NoiseRequest) -> None:
@@ -328,7 +342,7 @@ def _check_noise(config: Config, targets: Sequence[tuple[str, Target]], request:
             got="--noise without --sigma",
             remedy="Give the level: --sigma 0.01",
         )
-    bare = any(target.adapter is None and _has_noise(config, target, request) for _, target in targets)
+    bare = any(target.updates == 0 and _has_noise(config, target, request) for _, target in targets)
     if config.aqn.magnitude == "sensitivity" and bare:
         raise ConfigError(
             "noise by sensitivity is measured while a run trains",
@@ -344,13 +358,12 @@ def _draws(
     if request is None or not _has_noise(config, target, request):
         return
     noisy = config.model_copy(update={"aqn": config.aqn.model_copy(update={"enabled": True})})
-    folder = target.adapter
-    known = folder is not None and (folder / "trainer_state.json").is_file()
-    state = read_state(folder) if folder is not None and known else TrainState()
-    total = load_sum(folder, noisy, session) if folder is not None and known else {}
-    needs_prompts = config.aqn.magnitude in ("kl", "sensitivity") or config.aqn.match_budget
+    folder = target.adapter or Path(target.config.model.path or "")
+    known = (folder / "trainer_state.json").is_file()
+    state = read_state(folder) if known else TrainState()
+    total = load_sum(folder, noisy, session) if known else {}
     prompts: list[Prompt] = []
-    if needs_prompts and config.data.train is not None:
+    if needs_calibration(config.aqn) and config.data.train is not None:
         prompts = load_prompts(config, session, config.data.train, "train", None)[0]
     director = NoiseDirector(noisy, session, prompts, state.noise, total)
     for index in range(request.draws):

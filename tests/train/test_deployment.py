@@ -141,3 +141,21 @@ def test_suites_are_called_by_name_or_by_the_stem_of_their_file():
         "gsm8k",
         "svamp",
     ]
+
+
+def test_checkpoints_of_full_mode_are_models_of_their_own(folder, tmp_path):
+    where = [f"data.train={folder}", f"data.eval={folder}", f"run.dir={tmp_path}", "quant.format=bf16"]
+    settings = [setting for setting in SETTINGS if not setting.startswith("lora.")]
+    train(load_config(None, [*settings, *where, "train.mode=full", "eval.before=false"]))
+    targets = choose_targets(str(tmp_path / "tiny"), checkpoints="all", base=True)
+    found, _ = run(folder, targets, noise=NoiseRequest(draws=1))
+    assert [m.policy for m in found.measurements] == [
+        "base",
+        "checkpoint-1",
+        "checkpoint-1, noise draw 0",
+        "checkpoint-2",
+        "checkpoint-2, noise draw 0",
+    ]
+    after = RunDir(tmp_path / "tiny").read_evaluation(2)
+    assert [r["answers"] for r in found.measurements[3].result.rows] == [r["answers"] for r in after]
+    assert [name for name, _ in choose_targets(str(tmp_path / "tiny"))] == ["checkpoint-2"]

@@ -16,6 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from qerl.config.aqn import AqnConfig
 from qerl.config.schema import Config
 from qerl.errors import CheckpointError
 from qerl.model.aqn import Noise, NoiseState, Place, clean_weight, noise_state, places, stage_sigma, z_over_w
@@ -116,9 +117,12 @@ class NoiseDirector:
         Returns:
             None where there is nothing to add.
         """
-        state = self._state(step, completed)
+        state = self._scheduled(step, completed)
         if state is None:
             return None
+        if state.sigma > 0.0:
+            # Only where the noise itself depends on what was measured: a calibration costs passes over training prompts.
+            state = self._calibrated(state) if needs_calibration(self.config.aqn) else self._with_history(state)
         level = state.displacement / state.factor if sigma is None else sigma
         stream = EVALUATION_STREAM if draw == 0 else f"{EVALUATION_STREAM}/{draw}"
         state = replace(state, stream=stream, sigma=level, mode="replace", history=())
@@ -171,6 +175,11 @@ class NoiseDirector:
 
     def _state(self, rollout: int, completed: int) -> NoiseState | None:
         """The state of the rollout that begins (or would begin) now; calibrates at a stage's first noisy rollout."""
+        state = self._scheduled(rollout, completed)
+        return state if state is None or state.sigma == 0.0 else self._calibrated(state)
+
+    def _scheduled(self, rollout: int, completed: int) -> NoiseState | None:
+        """What the schedule or the controller says, before anything is measured."""
         config = self.config
         state = noise_state(
             config.aqn,
@@ -184,8 +193,11 @@ class NoiseDirector:
             return None
         if config.aqn.controller.enabled:
             state = replace(state, sigma=self.controller.sigma(state.sigma, state.stage))
-        if state.sigma == 0.0:
-            return self._with_history(state)
+        return self._with_history(state) if state.sigma == 0.0 else state
+
+    def _calibrated(self, state: NoiseState) -> NoiseState:
+        """``state`` with what the calibration of its stage found."""
+        config = self.config
         if self._calibration is None or self._calibration.stage != state.stage:
             self._calibration, warnings = calibrate(config, self._calibration_batch(), state, self._with_history)
             self._unreported = True
@@ -209,6 +221,11 @@ class NoiseDirector:
             self._batch = CalibrationBatch(self.config, self.session, self.prompts, self._answers)
             self._answers = self._batch.answers
         return self._batch
+
+
+def needs_calibration(aqn: AqnConfig) -> bool:
+    """Whether draws depend on measurements, beyond sigma and the norm scales."""
+    return aqn.magnitude in ("kl", "sensitivity") or aqn.match_budget
 
 
 def save_sum(folder: Path, total: Mapping[Place, Tensor]) -> None:
