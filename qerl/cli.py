@@ -21,6 +21,7 @@ from typer.core import TyperGroup
 from qerl.errors import ConfigError, QerlError
 from qerl.metrics.terminal import print_facts, progress_bar, stderr, warn
 from qerl.verbs.evaluation import evaluate
+from qerl.verbs.export import export
 from qerl.verbs.options import (
     Adapter,
     Base,
@@ -52,6 +53,7 @@ EXAMPLES = {
     "rollout": ("runs/demo --data arithmetic:test --n 8 --limit 64 --out samples",),
     "quantize": ("demo --out demo-nvfp4", "Qwen2.5-3B-Instruct --method best --calibration text.jsonl --out 3B-NVFP4"),
     "report": ("runs/demo", "configs/demo.yaml --out demo.html"),
+    "export": ("runs/demo --out served/adapter", "runs/demo --merge --weights trained --out served/model"),
     "validate": ("configs/demo.yaml", "configs/demo.yaml data.train=gsm8k"),
     "rescore": ("runs/demo --step 3", "runs/demo --rollout 2 --rows 0-7,12"),
 }
@@ -226,6 +228,9 @@ def report(
     from qerl.report.html import write_report
 
     print_facts({"report": write_report(folder, out)})
+
+
+app.command(epilog=_examples("export"))(export)
 
 
 @app.command(epilog=_examples("validate"))

@@ -17,7 +17,7 @@ from qerl.metrics.behavior import read_behavior
 from qerl.metrics.run_dir import RunDir
 from qerl.model.checkpoint import resolve_model_path
 
-VERBS = ("train", "eval", "rollout", "quantize", "report", "validate", "rescore", "env")
+VERBS = ("train", "eval", "rollout", "quantize", "report", "export", "validate", "rescore", "env")
 ROOT = Path(__file__).resolve().parents[1]
 SMALL = (
     "model.path=demo",
@@ -210,6 +210,29 @@ def test_eval_of_a_run_refuses_what_does_not_go_with_it(run_folder):
     text = refused("eval", run_folder, "--checkpoint", "7")
     assert "a step of 1, 2" in text
     assert "brings its own configuration" in refused("eval", run_folder, "configs/demo.yaml")
+
+
+def test_export_writes_an_adapter_or_a_whole_model(run_folder, tmp_path):
+    result = qerl("export", run_folder, "--out", tmp_path / "adapter", "--checkpoint", "1")
+    assert result.exit_code == 0
+    assert "vLLM refuses" in result.stderr
+    assert sorted(path.name for path in (tmp_path / "adapter").iterdir()) == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ]
+    result = qerl("export", run_folder, "--merge", "--out", tmp_path / "plain")
+    assert "another policy" in result.stderr
+    assert "into the plain weights" in result.stdout
+    text = ok("export", run_folder, "--merge", "--weights", "trained", "--out", tmp_path / "model")
+    assert "14 projections, 4 norms into the dequantized nvfp4 weights" in text
+    assert "(bf16 base)" in ok("eval", tmp_path / "model", *SMALL[1:], "--limit", "2")
+    assert "into the plain weights" in ok(
+        "export", tmp_path / "adapter", "--merge", "--base", "demo", "--out", tmp_path / "again"
+    )
+    assert "exists already" in refused("export", run_folder, "--out", tmp_path / "model")
+    assert "Give the run folder" in refused(
+        *("export", tmp_path / "adapter", "--merge", "--weights", "trained", "--base", "demo", "--out", tmp_path / "x")
+    )
 
 
 def test_a_bare_model_is_taken_as_it_is_stored():

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Iterator
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ __all__ = [
     "adapter_hash",
     "adapter_lora_config",
     "base_hash",
+    "held_tensors",
     "load_adapter",
     "load_model",
     "load_weights",
@@ -107,6 +109,42 @@ def load_model(
         keep_reference_norms=keep_reference_norms,
         full=full,
     )
+
+
+def held_tensors(
+    path: str | Path, quant: QuantConfig, *, device: torch.device | str = "cpu"
+) -> Iterator[tuple[str, Tensor]]:
+    """Every weight of a folder as a model loaded under ``quant`` holds it, dequantized, under its checkpoint name.
+
+    Matrices and biases come in float32, one group at a time, norm scales too: nothing is rounded, and what is in memory
+    is one group. A tied head is left out.
+
+    Raises:
+        CheckpointError, ConfigError, FormatError: as ``load_model``.
+    """
+    folder, device = Path(path), torch.device(device)
+    spec, source = ModelSpec.from_folder(folder), TensorFolder(folder)
+    formats = group_formats(spec, quant, _packed_parts(source))
+    source.check(_expected_tensors(spec, formats), _ignored_tensors(spec))
+    loader = _Loader(spec, source, quant, None, formats, dtype=torch.float32, device=device, seed=0, full=False)
+    yield EMBEDDING, loader.dense(EMBEDDING)
+    for index in range(spec.num_layers):
+        prefix = f"model.layers.{index}"
+        norms = ["input_layernorm", "post_attention_layernorm"]
+        norms += ["self_attn.q_norm", "self_attn.k_norm"] if spec.qk_norm else []
+        for name in norms:
+            yield f"{prefix}.{name}.weight", loader.norm(f"{prefix}.{name}.weight")
+        for shape in spec.groups():
+            names = shape.part_names(index)
+            weight_OI = dequantize(loader.packed_weight(shape, names, formats[shape.group_name(index)]), torch.float32)
+            for name, part_OI in zip(names, weight_OI.split(shape.sizes), strict=True):
+                yield f"model.{name}.weight", part_OI
+                if shape.bias:
+                    yield f"model.{name}.bias", loader.dense(f"model.{name}.bias")
+    yield FINAL_NORM, loader.norm(FINAL_NORM)
+    head = loader.head()
+    if head is not None and not (isinstance(head, PackedWeight) and spec.tie_embeddings):
+        yield HEAD, dequantize(head, torch.float32) if isinstance(head, PackedWeight) else head
 
 
 class _Loader:
