@@ -32,6 +32,7 @@ from qerl.verbs.options import (
     as_settings,
     split_settings,
 )
+from qerl.verbs.watching import watch
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells have it."""
@@ -53,6 +54,7 @@ EXAMPLES = {
     "rollout": ("runs/demo --data arithmetic:test --n 8 --limit 64 --out samples",),
     "quantize": ("demo --out demo-nvfp4", "Qwen2.5-3B-Instruct --method best --calibration text.jsonl --out 3B-NVFP4"),
     "report": ("runs/demo", "configs/demo.yaml --out demo.html"),
+    "watch": ("runs/demo", "runs/demo --plain", "runs/demo --once"),
     "export": ("runs/demo --out served/adapter", "runs/demo --merge --weights trained --out served/model"),
     "validate": ("configs/demo.yaml", "configs/demo.yaml data.train=gsm8k"),
     "rescore": ("runs/demo --step 3", "runs/demo --rollout 2 --rows 0-7,12"),
@@ -230,6 +232,7 @@ def report(
     print_facts({"report": write_report(folder, out)})
 
 
+app.command(epilog=_examples("watch"))(watch)
 app.command(epilog=_examples("export"))(export)
 
 

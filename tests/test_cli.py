@@ -17,7 +17,7 @@ from qerl.metrics.behavior import read_behavior
 from qerl.metrics.run_dir import RunDir
 from qerl.model.checkpoint import resolve_model_path
 
-VERBS = ("train", "eval", "rollout", "quantize", "report", "export", "validate", "rescore", "env")
+VERBS = ("train", "eval", "rollout", "quantize", "report", "watch", "export", "validate", "rescore", "env")
 ROOT = Path(__file__).resolve().parents[1]
 SMALL = (
     "model.path=demo",
@@ -210,6 +210,13 @@ def test_eval_of_a_run_refuses_what_does_not_go_with_it(run_folder):
     text = refused("eval", run_folder, "--checkpoint", "7")
     assert "a step of 1, 2" in text
     assert "brings its own configuration" in refused("eval", run_folder, "configs/demo.yaml")
+
+
+def test_watch_shows_a_finished_run(run_folder):
+    text = ok("watch", run_folder)
+    assert "step 2/2" in text
+    assert "finished after step 2 of 2" in text
+    assert "no run" in refused("watch", run_folder.parent / "nothing")
 
 
 def test_export_writes_an_adapter_or_a_whole_model(run_folder, tmp_path):

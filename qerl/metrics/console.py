@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -88,6 +88,7 @@ class Progress:
         eval_after: ``eval.after``, for the time left.
         console: where to write; None is standard output.
         clock: seconds, monotonic.
+        since: reading of the clock that the elapsed time counts from; None is when the display opens.
     """
 
     def __init__(
@@ -99,6 +100,7 @@ class Progress:
         eval_after: bool = False,
         console: Console | None = None,
         clock: Callable[[], float] = time.monotonic,
+        since: float | None = None,
     ):
         self._console = console or Console(highlight=False)
         if mode == "auto":
@@ -107,7 +109,8 @@ class Progress:
         self._total = total_steps
         self._clock = clock
         self._time_left = TimeLeft(total_steps, eval_every, eval_after, clock)
-        self._started = clock()
+        self._since = since
+        self._started = clock() if since is None else since
         self._rows: list[dict[str, Any]] = []
         self._evaluations: list[dict[str, Any]] = []
         self._status = "starting"
@@ -116,7 +119,8 @@ class Progress:
 
     def start(self, header: Mapping[str, Any]) -> None:
         """Prints what runs (name -> value) and opens the display."""
-        self._started = self._clock()
+        if self._since is None:
+            self._started = self._clock()
         if self.mode == "off":
             return
         self._print_values(header)
@@ -128,15 +132,23 @@ class Progress:
         """Shows the metrics of one step; step 0 is the evaluation before training."""
         row = dict(metrics)
         step = int(row["step"])
-        self._time_left.add(step, row)
-        if row.get("eval/accuracy") is not None:
-            self._evaluations.append(row)
-        if step > 0:
-            self._rows.append(row)
+        self._take(row)
         self._status = ""
         if self.mode == "plain":
             self._print(Text(self._plain_line(step, row)))
         elif self._live is not None:
+            self._live.refresh()
+
+    def show(self, rows: Sequence[Mapping[str, Any]], *, new: Sequence[Mapping[str, Any]]) -> None:
+        """Shows a run from outside: all of its lines so far in place of those shown, ``new`` ones said in plain mode."""
+        self._rows.clear()
+        self._evaluations.clear()
+        fresh = {id(row) for row in new}
+        for row in rows:
+            self._take(dict(row))
+            if self.mode == "plain" and id(row) in fresh:
+                self._print(Text(self._plain_line(int(row["step"]), row)))
+        if self._live is not None:
             self._live.refresh()
 
     def note(self, text: str) -> None:
@@ -166,6 +178,14 @@ class Progress:
         if self._live is not None:
             self._live.stop()
             self._live = None
+
+    def _take(self, row: dict[str, Any]) -> None:
+        step = int(row["step"])
+        self._time_left.add(step, row)
+        if row.get("eval/accuracy") is not None:
+            self._evaluations.append(row)
+        if step > 0:
+            self._rows.append(row)
 
     def _print(self, content: RenderableType) -> None:
         # A pipe has no width: lines stay whole there, and wrap at words on a terminal.

@@ -96,8 +96,12 @@ class Difference:
         return "up" if low > 0 else "down" if high < 0 else "unclear"
 
 
-def read_run(path: str | Path) -> RunData:
+def read_run(path: str | Path, *, samples: bool = True) -> RunData:
     """Reads a run folder.
+
+    Args:
+        path: the folder.
+        samples: also read sample answers, which takes longer than all the rest.
 
     Raises:
         RunFolderError: the folder holds no run, or one of its files is damaged beyond a half-written last line.
@@ -116,7 +120,7 @@ def read_run(path: str | Path) -> RunData:
         evaluations=_evaluations(rows, summary, config),
         summary=summary,
         memory=run.read_json(run.memory_path) or {},
-        samples=read_samples(run),
+        samples=read_samples(run) if samples else [],
         status=str(summary.get("status", "unfinished")),
     )
 
