@@ -216,7 +216,7 @@ def test_watch_shows_a_finished_run(run_folder):
     text = ok("watch", run_folder)
     assert "step 2/2" in text
     assert "finished after step 2 of 2" in text
-    assert "no run" in refused("watch", run_folder.parent / "nothing")
+    assert "no such run folder" in refused("watch", run_folder.parent / "nothing")
 
 
 def test_export_writes_an_adapter_or_a_whole_model(run_folder, tmp_path):
