@@ -49,6 +49,8 @@ class PackedWeight:
     tensors: dict[str, Tensor]
     segments: tuple[int, ...]
     """Row counts of the fused parts, in order; their sum is d_out."""
+    order: str = "natural"
+    """`natural`, as files have it, or `tiles`, as the CUDA kernels read it (see `WeightFormat.for_device`)."""
 
     def nbytes(self) -> int:
         """Bytes of all stored tensors."""
@@ -216,12 +218,23 @@ class WeightFormat(ABC):
             itemsize: bytes of one element of the compute type; only unquantized storage depends on it.
         """
 
+    def for_device(self, packed: PackedWeight) -> PackedWeight:
+        """The weight in the order of bytes that the kernels of its device read best; the natural one unless a format says
+        otherwise. Everything here takes either order."""
+        return packed
+
+    def natural(self, packed: PackedWeight) -> PackedWeight:
+        """The weight in its natural order: itself, or a copy."""
+        assert packed.order == "natural", (packed.format, packed.order)
+        return packed
+
     def join(self, parts: Sequence[PackedWeight]) -> PackedWeight:
         """Stack already packed weights by rows, bytes untouched; each part keeps its own scales.
 
         Raises:
             FormatError: the parts differ in format or in d_in.
         """
+        parts = [self.natural(part) for part in parts]
         first = parts[0]
         for part in parts:
             if part.format != self.name or part.shape[1] != first.shape[1]:
@@ -238,7 +251,7 @@ class WeightFormat(ABC):
         )
 
     def rows(self, packed: PackedWeight, start: int, stop: int) -> PackedWeight:
-        """Output rows [start, stop) of a packed weight, as views."""
+        """Output rows [start, stop) of a packed weight in its natural order, as views where it is in that order already."""
         first, last, counts = segment_range(packed.segments, start, stop)
         tensors = {
             key: tensor[first:last] if key in self.per_segment else tensor[start:stop]
@@ -247,7 +260,7 @@ class WeightFormat(ABC):
         return replace(packed, shape=(stop - start, packed.shape[1]), tensors=tensors, segments=counts)
 
     def split(self, packed: PackedWeight) -> tuple[PackedWeight, ...]:
-        """The inverse of `join`: one packed weight a segment, as views."""
+        """The inverse of `join`: one packed weight a segment; see `rows`."""
         stops = list(accumulate(packed.segments))
         return tuple(self.rows(packed, stop - rows, stop) for rows, stop in zip(packed.segments, stops, strict=True))
 

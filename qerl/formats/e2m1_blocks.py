@@ -153,11 +153,13 @@ class E2m1Format(WeightFormat):
         return e2m1.nearest_value(weight.float() / steps).mul_(steps)
 
     def dequantize(self, packed: PackedWeight, dtype: torch.dtype = torch.float32) -> Tensor:
+        packed = self.natural(packed)
         steps_OB = self._steps(packed.tensors["block_scales"], self.row_divisor(packed))
         return self._expand(packed, steps_OB, dtype)
 
     def factored(self, packed: PackedWeight, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
         """Values code * value(scale): at most six significant bits, exact in bfloat16 and wider."""
+        packed = self.natural(packed)
         values_OB = self.scale_values(packed.tensors["block_scales"])
         return self._expand(packed, values_OB, dtype), self.row_divisor(packed)
 

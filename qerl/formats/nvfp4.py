@@ -9,6 +9,8 @@ G is kept as compressed-tensors keeps it and never as its reciprocal: 1 / (1 / G
     block_scales  float8_e4m3fn  [d_out, P / 16]
     global_scale  float32        [segments]        one G for all parts of a fused group when quantized here
 
+On a CUDA device `for_device` replaces the first two by `tiles`, the same numbers in the order of `qerl.formats.tiles`.
+
 Two named roundings, each equal to the byte to the library it is named after, both on w.float():
 
     ct       G = 2688/amax (inf -> 1);  s = E4M3(min(G * (amax_b / 6), 448)), 0 -> 0.125
@@ -34,13 +36,14 @@ is lost by that, and blocks near the tensor's largest magnitude can be given a l
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from qerl.errors import FormatError
-from qerl.formats import e2m1
-from qerl.formats.base import METHODS, BlockScales, PackLayout
+from qerl.formats import e2m1, tiles
+from qerl.formats.base import METHODS, BlockScales, PackedWeight, PackLayout, segment_range
 from qerl.formats.e2m1_blocks import E2m1Format
 
 BLOCK = 16
@@ -102,6 +105,37 @@ class Nvfp4Format(E2m1Format):
             return e2m1.encode(x, torch.signbit(x))
         x = w_OBK / steps_OB[..., None]
         return e2m1.encode(x, x < 0)
+
+    def for_device(self, packed: PackedWeight) -> PackedWeight:
+        return self.tiled(packed) if packed.device.type == "cuda" else packed
+
+    def tiled(self, packed: PackedWeight) -> PackedWeight:
+        """The weight in the order of `qerl.formats.tiles`, on any device."""
+        if packed.order == "tiles":
+            return packed
+        stored = packed.tensors
+        ordered = {
+            "tiles": tiles.to_tiles(stored["packed"], stored["block_scales"]),
+            "global_scale": stored["global_scale"],
+        }
+        return replace(packed, tensors=ordered, order="tiles")
+
+    def natural(self, packed: PackedWeight) -> PackedWeight:
+        return packed if packed.order == "natural" else self._untiled(packed, 0, packed.shape[0])
+
+    def rows(self, packed: PackedWeight, start: int, stop: int) -> PackedWeight:
+        return super().rows(packed, start, stop) if packed.order == "natural" else self._untiled(packed, start, stop)
+
+    def _untiled(self, packed: PackedWeight, start: int, stop: int) -> PackedWeight:
+        """Output rows [start, stop) of a tiled weight in the natural order."""
+        first, last, counts = segment_range(packed.segments, start, stop)
+        codes, scales = tiles.from_tiles(packed.tensors["tiles"], -(-packed.shape[1] // BLOCK), start, stop)
+        stored = {
+            "packed": codes,
+            "block_scales": scales,
+            "global_scale": packed.tensors["global_scale"][first:last],
+        }
+        return replace(packed, shape=(stop - start, packed.shape[1]), tensors=stored, segments=counts, order="natural")
 
     def check_stored(self, tensors: Mapping[str, Tensor], name: str) -> None:
         divisor = tensors["global_scale"]

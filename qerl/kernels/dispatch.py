@@ -27,7 +27,10 @@ class Implementation:
 
 # Operation -> implementations, the preferred one first.
 _IMPLEMENTATIONS: dict[str, tuple[Implementation, ...]] = {
-    "fp4_linear": (Implementation("reference", "qerl.kernels.fp4_linear.reference"),),
+    "fp4_linear": (
+        Implementation("cuda", "qerl.kernels.fp4_linear.cuda_kernel", devices=("cuda",)),
+        Implementation("reference", "qerl.kernels.fp4_linear.reference"),
+    ),
     "rms_norm": (Implementation("reference", "qerl.kernels.rms_norm.reference"),),
     "attention": (Implementation("reference", "qerl.kernels.attention.reference"),),
     "token_logprobs": (Implementation("reference", "qerl.kernels.token_logprobs.reference"),),

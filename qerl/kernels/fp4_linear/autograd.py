@@ -1,7 +1,7 @@
 """Differentiable product with a frozen packed weight and its adapters.
 
-Keeps for the backward pass: the packed bytes (or the caller's dense copy), the input and the shrunk activations when
-an adapter trains. Never a dense weight of its own. Legend: T tokens, I inputs, O output rows, R adapter ranks.
+Keeps for the backward pass: the packed bytes (or the caller's dense copy), the input and, from a kernel that gives them, the
+shrunk activations when an adapter trains. Never a dense weight of its own. Legend: T tokens, I inputs, O output rows, R adapter ranks.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Fp4Linear(torch.autograd.Function):
         a_RI, b_OR = adapters[:split], adapters[split:]
         y_TO, shrunk = kernel.forward(x_TI, weight, bias_O, placements, a_RI, b_OR, dense_OI)
         needs = ctx.needs_input_grad[6:]
-        kept_x = x_TI if any(needs[:split]) else None
-        kept_shrunk = shrunk if any(needs[split:]) else ()
+        kept_x = x_TI if any(needs[:split]) or (shrunk is None and any(needs[split:])) else None
+        kept_shrunk = shrunk if shrunk is not None and any(needs[split:]) else ()
         ctx.save_for_backward(kept_x, *adapters, *kept_shrunk)
         ctx.weight, ctx.dense_OI, ctx.placements, ctx.kernel, ctx.split = weight, dense_OI, placements, kernel, split
         ctx.bias_dtype = None if bias_O is None else bias_O.dtype
@@ -51,14 +51,16 @@ class Fp4Linear(torch.autograd.Function):
         count = ctx.split + len(ctx.placements)
         a_RI, b_OR, shrunk = rest[: ctx.split], rest[ctx.split : count], rest[count:]
         needs = ctx.needs_input_grad
+        if not shrunk and any(needs[6 + ctx.split :]):
+            shrunk = [x_TI @ a.T for a in a_RI]
 
         grad_b: list[Tensor | None] = []
         grad_h = [grad_TO.new_zeros(grad_TO.shape[0], a.shape[0]) for a in a_RI]
         for index, (place, b) in enumerate(zip(ctx.placements, b_OR, strict=True)):
-            scaled_TO = grad_TO[:, place.rows] * place.scale
-            grad_h[place.a_index][:, place.ranks] += scaled_TO @ b
+            grad_h[place.a_index][:, place.ranks].addmm_(grad_TO[:, place.rows], b, alpha=place.scale)
             wanted = needs[6 + ctx.split + index]
-            grad_b.append(scaled_TO.T @ shrunk[place.a_index][:, place.ranks] if wanted else None)
+            h_TR = shrunk[place.a_index][:, place.ranks] * place.scale if wanted else None
+            grad_b.append(None if h_TR is None else grad_TO[:, place.rows].T @ h_TR)
         grad_a = [h.T @ x_TI if needs[6 + index] else None for index, h in enumerate(grad_h)]
 
         grad_x = None

@@ -1,0 +1,149 @@
+"""Loading machine code and launching it through the CUDA driver, on torch's context, stream and memory.
+
+A launch is asynchronous, never waits for the device and allocates nothing, so it can be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from qerl.errors import KernelUnavailableError
+
+_DYNAMIC_SHARED_MEMORY = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_MAX_SHARED_MEMORY = 97  # CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
+_CLUSTER_DIMENSION = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+_PROGRAMMATIC = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+
+
+class _Attribute(ctypes.Structure):
+    _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_uint * 16))
+
+
+class _Config(ctypes.Structure):
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("count", ctypes.c_uint),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """The geometry of a launch."""
+
+    grid: int
+    """Blocks."""
+    block: int
+    """Threads of a block."""
+    shared: int = 0
+    """Bytes of dynamic shared memory."""
+    cluster: int = 1
+    """Blocks of a cluster."""
+    overlap: bool = False
+    """Programmatic dependent launch: the kernel may start before the one in front of it has ended, and itself waits."""
+
+
+class Kernel:
+    """One function of a loaded module, on the current device."""
+
+    def __init__(self, code: bytes, function: str):
+        driver = _driver()
+        torch.cuda.current_stream()  # makes torch's context current
+        module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
+        _check(driver.cuModuleLoadData(ctypes.byref(module), code), "cuModuleLoadData")
+        _check(driver.cuModuleGetFunction(ctypes.byref(self._function), module, function.encode()), function)
+        self._name = function
+        self._shared = 48 * 1024
+
+    def launch(self, launch: Launch, params: ctypes.Structure) -> None:
+        """Start the kernel on torch's current stream, with one argument passed by value.
+
+        Raises:
+            KernelUnavailableError: the driver refuses the launch.
+        """
+        self._allow_shared(launch.shared)
+        config, _attributes = _config(launch, torch.cuda.current_stream().cuda_stream)
+        arguments = (ctypes.c_void_p * 1)(ctypes.addressof(params))
+        _check(_driver().cuLaunchKernelEx(ctypes.byref(config), self._function, arguments, None), self._name)
+
+    def resident_clusters(self, launch: Launch) -> int:
+        """Most clusters of this geometry that run at the same time on the whole device."""
+        self._allow_shared(launch.shared)
+        config, _attributes = _config(launch, 0)
+        count = ctypes.c_int()
+        status = _driver().cuOccupancyMaxActiveClusters(ctypes.byref(count), self._function, ctypes.byref(config))
+        _check(status, self._name)
+        return count.value
+
+    def _allow_shared(self, size: int) -> None:
+        if size > self._shared:
+            status = _driver().cuFuncSetAttribute(self._function, _DYNAMIC_SHARED_MEMORY, ctypes.c_int(size))
+            _check(status, self._name)
+            self._shared = size
+
+
+def architecture(device: torch.device) -> str:
+    """Target of the compiler for a device, such as `sm_90a`: with the suffix where the device has features of its own."""
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}" + ("a" if major >= 9 else "")
+
+
+def multiprocessors(device: torch.device) -> int:
+    """Number of multiprocessors."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def shared_memory_limit(device: torch.device) -> int:
+    """Most bytes of dynamic shared memory that a block can ask for."""
+    value = ctypes.c_int()
+    index = torch.cuda.current_device() if device.index is None else device.index
+    _check(_driver().cuDeviceGetAttribute(ctypes.byref(value), _MAX_SHARED_MEMORY, index), "cuDeviceGetAttribute")
+    return value.value
+
+
+def _config(launch: Launch, stream: int) -> tuple[_Config, ctypes.Array[_Attribute]]:
+    """The driver's record of a launch, and what it points to."""
+    attributes = (_Attribute * 2)()
+    count = 0
+    if launch.cluster > 1:
+        attributes[count].id = _CLUSTER_DIMENSION
+        attributes[count].value[0:3] = [launch.cluster, 1, 1]
+        count += 1
+    if launch.overlap:
+        attributes[count].id = _PROGRAMMATIC
+        attributes[count].value[0] = 1
+        count += 1
+    config = _Config(
+        grid=(launch.grid, 1, 1),
+        block=(launch.block, 1, 1),
+        shared=launch.shared,
+        stream=stream,
+        attributes=ctypes.cast(attributes, ctypes.POINTER(_Attribute)),
+        count=count,
+    )
+    return config, attributes
+
+
+@cache
+def _driver() -> ctypes.CDLL:
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise KernelUnavailableError(
+            "the CUDA driver library cannot be loaded", got=str(error), expected="libcuda.so.1 of an NVIDIA driver"
+        ) from error
+
+
+def _check(status: int, what: str) -> None:
+    if status != 0:
+        text = ctypes.c_char_p()
+        _driver().cuGetErrorString(status, ctypes.byref(text))
+        reason = text.value.decode() if text.value else "unknown error"
+        raise KernelUnavailableError(f"the CUDA driver refused {what}", got=f"error {status}: {reason}")

@@ -1,0 +1,110 @@
+// A tile of the packed layout (qerl/formats/tiles.py): 16 output rows x 64 inputs, 512 bytes of codes and 64 of scales,
+// in the order in which mma.m16n8k16 takes its A operand. No header is included, so that NVRTC needs none.
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+constexpr int TILE_BYTES = 576;
+constexpr int TILE_CODES = 512;
+// What the values that `dequantize_step` gives are too small by: q * s = 128 * value.
+constexpr float TILE_LIFT = 128.0f;
+
+__device__ __forceinline__ u32 smem_address(const void* pointer) {
+  return static_cast<u32>(__cvta_generic_to_shared(pointer));
+}
+
+__device__ __forceinline__ u32 multiply_bf16x2(u32 a, u32 b) {
+  u32 d;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(0x80008000u));
+  return d;
+}
+
+// Scales of one row in four k16 steps (bytes 5.3, unsigned) as bfloat16 pairs: .x holds steps 0 and 2, .y steps 1 and 3.
+// `base` is 0x70007000, held in a register so that mask and base are one instruction.
+__device__ __forceinline__ uint2 expand_scales(u32 bytes, u32 base) {
+  uint2 pairs;
+  pairs.x = ((bytes << 4) & 0x0FF00FF0u) | base;
+  pairs.y = ((bytes >> 4) & 0x0FF00FF0u) | base;
+  return pairs;
+}
+
+// The scale of step J in both halves.
+template <int J>
+__device__ __forceinline__ u32 step_scale(uint2 pairs) {
+  u16 low, high;
+  asm("mov.b32 {%0, %1}, %2;" : "=h"(low), "=h"(high) : "r"((J & 1) ? pairs.y : pairs.x));
+  const u16 half = (J & 2) ? high : low;
+  u32 both;
+  asm("mov.b32 %0, {%1, %1};" : "=r"(both) : "h"(half));
+  return both;
+}
+
+// The A fragment (bfloat16, exact) of one k16 step: 8 codes of a lane, times the scales of its two rows.
+__device__ __forceinline__ void dequantize_step(u32 word, u32 scale_low, u32 scale_high, u32 (&a)[4]) {
+  constexpr u32 FIELDS = 0x81C081C0u;
+  a[0] = multiply_bf16x2(word & FIELDS, scale_low);
+  a[1] = multiply_bf16x2((word << 3) & FIELDS, scale_high);
+  a[2] = multiply_bf16x2((word << 6) & FIELDS, scale_low);
+  const u32 last = ((word >> 6) & 0x01800180u) | ((word >> 4) & 0x00400040u) | ((word << 4) & 0x80008000u);
+  a[3] = multiply_bf16x2(last, scale_high);
+}
+
+__device__ __forceinline__ void mma_m16n8k16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+__device__ __forceinline__ void ldmatrix_x4(u32 (&r)[4], u32 address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(address));
+}
+
+__device__ __forceinline__ uint4 load_shared_16(u32 address) {
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address) : "memory");
+  return v;
+}
+
+__device__ __forceinline__ uint2 load_shared_8(u32 address) {
+  uint2 v;
+  asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address) : "memory");
+  return v;
+}
+
+__device__ __forceinline__ void copy_async_16(u32 shared, const void* global) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
+}
+
+__device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+template <int PENDING>
+__device__ __forceinline__ void copy_async_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
+
+__device__ __forceinline__ u16 to_bf16(float value) {
+  u16 bits;
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+  return bits;
+}
+
+__device__ __forceinline__ float from_bf16(u16 bits) { return __uint_as_float(static_cast<u32>(bits) << 16); }
+
+// Eight bfloat16 values of a row of `columns`, zeros beyond its end.
+__device__ __forceinline__ uint4 load_row_8(const u16* row, int column, int columns, bool vectors) {
+  if (vectors && column + 8 <= columns) return *reinterpret_cast<const uint4*>(row + column);
+  u32 words[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int k = column + 2 * i;
+    const u32 low = k < columns ? row[k] : 0;
+    const u32 high = k + 1 < columns ? row[k + 1] : 0;
+    words[i] = low | (high << 16);
+  }
+  return make_uint4(words[0], words[1], words[2], words[3]);
+}

@@ -1,0 +1,92 @@
+"""What the CUDA kernels of this operation share on one device: compiled code and buffers of torch's allocator.
+
+One stream at a time may use it: calls in a row on one stream, or replays of graphs that were captured so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from importlib import resources
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from qerl.formats import PackedWeight
+from qerl.kernels.cuda import Kernel, Launch, architecture, compile_cuda, multiprocessors, shared_memory_limit
+from qerl.kernels.fp4_linear.geometry import Geometry
+
+_COUNTERS = 64
+_PARTIAL_FLOATS = 1 << 21
+
+
+class Workspace:
+    """Kernels and buffers of one device. Made by `workspace`."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.multiprocessors = multiprocessors(device)
+        self.shared_limit = shared_memory_limit(device)
+        self.counters = torch.zeros(_COUNTERS, dtype=torch.int32, device=device)
+        """Zero between launches."""
+        self.partial_h = torch.empty(_PARTIAL_FLOATS, dtype=torch.float32, device=device)
+        """Partial sums that blocks exchange: 8 MiB."""
+        self.geometries: dict[tuple[int, tuple[int, int], int], Geometry | None] = {}
+        """What the decode kernel chose, by its eights of rows, the weight's shape and the adapters' ranks."""
+        self._scratch: Tensor | None = None
+        self._alphas: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._clusters: dict[tuple[str, int, int], int] = {}
+
+    def scratch(self, rows: int, columns: int) -> Tensor:
+        """bfloat16 [rows, columns], overwritten by the next call; as large as the largest layer that asked.
+
+        While a graph is captured the memory is the graph's own, since a later, larger layer would free the shared one.
+        """
+        if torch.cuda.is_current_stream_capturing():
+            return torch.empty(rows, columns, dtype=torch.bfloat16, device=self.device)
+        if self._scratch is None or self._scratch.numel() < rows * columns:
+            self._scratch = None
+            self._scratch = torch.empty(rows * columns, dtype=torch.bfloat16, device=self.device)
+        return self._scratch[: rows * columns].view(rows, columns)
+
+    def release(self) -> None:
+        """Give the scratch back to torch's allocator; the next use takes it again."""
+        self._scratch = None
+
+    def alphas(self, weight: PackedWeight) -> tuple[float, ...]:
+        """1 / G of every segment. The first call of a weight waits for the device."""
+        scale = weight.tensors["global_scale"]
+        if scale not in self._alphas:
+            self._alphas[scale] = tuple((1.0 / scale.double()).tolist())
+        return self._alphas[scale]
+
+    def resident_clusters(self, kernel: Kernel, name: str, launch: Launch) -> int:
+        """`Kernel.resident_clusters`, asked once."""
+        key = (name, launch.cluster, launch.shared)
+        if key not in self._clusters:
+            self._clusters[key] = kernel.resident_clusters(launch)
+        return self._clusters[key]
+
+
+@cache
+def workspace(device: torch.device) -> Workspace:
+    """The one workspace of a device."""
+    return Workspace(device)
+
+
+@cache
+def compiled(device: torch.device, name: str, defines: tuple[tuple[str, int], ...] = ()) -> Kernel:
+    """The kernel `name` of `cuda/name.cu`, compiled for a device with the given macros.
+
+    Raises:
+        KernelUnavailableError: it cannot be compiled or loaded.
+    """
+    return Kernel(compile_source(name, architecture(device), dict(defines)), name)
+
+
+def compile_source(name: str, arch: str, defines: Mapping[str, int]) -> bytes:
+    """Machine code of `cuda/name.cu`, with what it needs in front of it."""
+    folder = resources.files("qerl.kernels.fp4_linear") / "cuda"
+    source = "".join((folder / file).read_text(encoding="utf-8") for file in ("tile.cuh", f"{name}.cu"))
+    return compile_cuda(source, name=name, arch=arch, defines=defines)
