@@ -28,7 +28,7 @@ class Implementation:
 # Operation -> implementations, the preferred one first.
 _IMPLEMENTATIONS: dict[str, tuple[Implementation, ...]] = {
     "fp4_linear": (
-        Implementation("cuda", "qerl.kernels.fp4_linear.cuda_kernel", devices=("cuda",)),
+        Implementation("cuda", "qerl.kernels.fp4_linear.cuda", devices=("cuda",)),
         Implementation("reference", "qerl.kernels.fp4_linear.reference"),
     ),
     "rms_norm": (Implementation("reference", "qerl.kernels.rms_norm.reference"),),

@@ -186,7 +186,7 @@ class _Loader:
         weight = self.source.read(EMBEDDING if tied else HEAD, self.device)
         fmt = get_format(chosen)
         method = self.quant.method if self.quant.method in fmt.methods else "rtn"
-        return fmt.quantize(weight, method=method, rounding=self.quant.rounding, name="lm_head")
+        return fmt.for_device(fmt.quantize(weight, method=method, rounding=self.quant.rounding, name="lm_head"))
 
     def norm(self, name: str) -> Tensor:
         return self.source.read(name, self.device).to(torch.float32, copy=True)
@@ -208,7 +208,8 @@ class _Loader:
 
     def group(self, index: int, shape: GroupShape) -> GroupedLinear:
         names = shape.part_names(index)
-        weight = self.packed_weight(shape, names, self.formats[shape.group_name(index)])
+        natural = self.packed_weight(shape, names, self.formats[shape.group_name(index)])
+        weight = get_format(natural.format).for_device(natural)
         bias_O = torch.cat([self.dense(f"model.{name}.bias") for name in names]) if shape.bias else None
         return GroupedLinear(
             shape.group_name(index),

@@ -282,6 +282,12 @@ class Decoder(nn.Module):
             assert isinstance(layer, DecoderLayer)
             yield from (layer.qkv, layer.o, layer.gate_up, layer.down)
 
+    def refresh_adapters(self) -> None:
+        """Bring the adapters that products read up to date with the masters, in place: before a captured graph is replayed."""
+        for linear in self.grouped_linears():
+            if linear.lora is not None:
+                linear.lora.refresh(force=True)
+
     def trainable_parameters(self) -> dict[str, nn.Parameter]:
         """Name -> parameter of everything that learns: adapter matrices and, if trained, the layer norms; all there is in full
         mode."""

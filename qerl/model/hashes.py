@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from qerl.formats import PackedWeight, get_format
 from qerl.model.decoder import Decoder
 from qerl.model.model_files import model_tensors
 
@@ -44,12 +45,17 @@ def base_hash(model: Decoder) -> str:
     if isinstance(head, Tensor):
         tensors.append(("lm_head", head))
     else:
-        tensors += [(f"lm_head.{key}", tensor) for key, tensor in sorted(head.tensors.items())]
+        tensors += [(f"lm_head.{key}", tensor) for key, tensor in _stored(head)]
     for linear in model.grouped_linears():
-        tensors += [(f"{linear.name}.{key}", tensor) for key, tensor in sorted(linear.weight.tensors.items())]
+        tensors += [(f"{linear.name}.{key}", tensor) for key, tensor in _stored(linear.weight)]
         if linear.bias_O is not None:
             tensors.append((f"{linear.name}.bias", linear.bias_O))
     return _hash(tensors)
+
+
+def _stored(weight: PackedWeight) -> list[tuple[str, Tensor]]:
+    """The tensors of a weight as a file has them, whatever order its device keeps."""
+    return sorted(get_format(weight.format).natural(weight).tensors.items())
 
 
 def fingerprint(tensor: Tensor) -> Tensor:

@@ -2,14 +2,15 @@
 
 Shape legend: I input width, O output rows, R rank, N targeted projections of the group.
 
-Master weights are float32 and are cast to the compute type in the forward pass; gradients and optimizer state are
-float32. B starts at zero, so a fresh adapter changes nothing. The A of a group are one stacked parameter: its members
+Master weights are float32, and so are gradients and optimizer state. The products read copies in the compute type that stay in
+one place: they are refreshed, in place, when a master has changed, so that a captured CUDA graph reads current values. B starts at zero, so a fresh adapter changes nothing. The A of a group are one stacked parameter: its members
 read the same input, so one product shrinks for all of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -58,21 +59,56 @@ class LoraGroup(nn.Module):
         self.lora_b = nn.ParameterList(
             nn.Parameter(torch.zeros(stop - start, rank, device=device)) for start, stop in self.rows
         )
+        self._copies: dict[torch.dtype, tuple[Tensor, ...]] = {}
+        self._states: dict[torch.dtype, list[tuple[int, int]]] = {}
 
     def adapter_parts(self, dtype: torch.dtype) -> tuple[AdapterPart, ...]:
-        """The adapters in compute type ``dtype``, one part a targeted projection; all share one stacked A."""
-        a_RI = _cast(self.lora_a, dtype)
+        """The adapters in compute type ``dtype``, one part a targeted projection; all share one stacked A.
+
+        Where that is not the masters' own type, the tensors are copies that keep their place; those of masters that changed since
+        the last call are refreshed. Gradients reach the masters.
+        """
+        a_RI, *b_OR = self._current(dtype)
         return tuple(
             AdapterPart(
                 start=start,
                 stop=stop,
                 a_RI=a_RI,
-                b_OR=_cast(b_OR, dtype),
+                b_OR=b,
                 scale=self.scale,
                 rank_start=index * self.rank,
             )
-            for index, ((start, stop), b_OR) in enumerate(zip(self.rows, self.lora_b, strict=True))
+            for index, ((start, stop), b) in enumerate(zip(self.rows, b_OR, strict=True))
         )
+
+    def refresh(self, *, force: bool = False) -> None:
+        """Bring the copies up to date: what a replayed graph needs after an update of the masters.
+
+        Args:
+            force: also copies whose master shows no change, for updates that torch does not count (through ``.data``).
+        """
+        for dtype, copies in self._copies.items():
+            for index, (master, copy) in enumerate(zip(self._masters(), copies, strict=True)):
+                state = (master.data_ptr(), master._version)
+                if force or self._states[dtype][index] != state:
+                    copy.copy_(master.detach())
+                    self._states[dtype][index] = state
+
+    def _masters(self) -> tuple[Tensor, ...]:
+        return (self.lora_a, *self.lora_b)
+
+    def _current(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        masters = self._masters()
+        if all(master.dtype == dtype for master in masters):
+            return masters
+        if dtype not in self._copies:
+            self._copies[dtype] = tuple(torch.empty_like(master, dtype=dtype) for master in masters)
+            self._states[dtype] = [(0, -1)] * len(masters)
+        self.refresh()
+        copies = self._copies[dtype]
+        if not torch.is_grad_enabled():
+            return copies
+        return tuple(_Copy.apply(master, copy) for master, copy in zip(masters, copies, strict=True))
 
     def matrices(self) -> dict[str, tuple[Tensor, Tensor]]:
         """Projection name -> (A [R, I], B [O, R]), views of the parameters."""
@@ -88,5 +124,14 @@ def initial_a(name: str, rank: int, in_features: int, *, seed: int, device: torc
     return ((2.0 * unit - 1.0) * in_features**-0.5).view(rank, in_features)
 
 
-def _cast(parameter: Tensor, dtype: torch.dtype) -> Tensor:
-    return parameter if parameter.dtype == dtype else parameter.to(dtype)
+class _Copy(torch.autograd.Function):
+    """The copy of a master, as a function of the master."""
+
+    @staticmethod
+    def forward(ctx: Any, master: Tensor, copy: Tensor) -> Tensor:
+        ctx.dtype = master.dtype
+        return copy.view_as(copy)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0].to(ctx.dtype), None

@@ -125,20 +125,20 @@ def find(space: Workspace, rows: int, shape: tuple[int, int], ranks: int) -> Geo
             rows,
             shape,
             ranks,
-            clusters=lambda cluster: _clusters(space, -(-rows // 8), cluster),
+            clusters=lambda cluster: _clusters(space, cluster),
             limit=space.shared_limit,
         )
     return space.geometries[key]
 
 
-def _clusters(space: Workspace, columns: int, cluster: int) -> int:
+def _clusters(space: Workspace, cluster: int) -> int:
     """Clusters that run at the same time, each block with all of a multiprocessor's shared memory."""
     if cluster == 1:
         return space.multiprocessors
     if torch.cuda.get_device_capability(space.device) < (9, 0):
         return 0
     launch = Launch(grid=cluster, block=geometry.THREADS, shared=space.shared_limit, cluster=cluster)
-    return space.resident_clusters(_kernel(space, columns, cluster), f"decode{columns}", launch)
+    return space.resident_clusters(launch)
 
 
 def _kernel(space: Workspace, columns: int, cluster: int) -> Kernel:

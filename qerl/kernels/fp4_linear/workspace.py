@@ -36,7 +36,7 @@ class Workspace:
         """What the decode kernel chose, by its eights of rows, the weight's shape and the adapters' ranks."""
         self._scratch: Tensor | None = None
         self._alphas: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        self._clusters: dict[tuple[str, int, int], int] = {}
+        self._clusters: dict[tuple[int, int], int] = {}
 
     def scratch(self, rows: int, columns: int) -> Tensor:
         """bfloat16 [rows, columns], overwritten by the next call; as large as the largest layer that asked.
@@ -61,11 +61,11 @@ class Workspace:
             self._alphas[scale] = tuple((1.0 / scale.double()).tolist())
         return self._alphas[scale]
 
-    def resident_clusters(self, kernel: Kernel, name: str, launch: Launch) -> int:
-        """`Kernel.resident_clusters`, asked once."""
-        key = (name, launch.cluster, launch.shared)
+    def resident_clusters(self, launch: Launch) -> int:
+        """Most clusters of this geometry that run at the same time on the whole device."""
+        key = (launch.cluster, launch.shared)
         if key not in self._clusters:
-            self._clusters[key] = kernel.resident_clusters(launch)
+            self._clusters[key] = compiled(self.device, "probe").resident_clusters(launch)
         return self._clusters[key]
 
 

@@ -1,0 +1,237 @@
+"""The packed linear layer on a CUDA device, in every regime, against float64."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from qerl.formats import PackedWeight, dequantize, get_format
+from qerl.kernels.fp4_linear import AdapterPart, decode, dense, fp4_linear, layout_gate
+from qerl.kernels.fp4_linear.adapter import flatten
+from qerl.model.lora import LoraGroup
+
+pytestmark = pytest.mark.gpu
+
+FORMAT = get_format("nvfp4")
+ROWS_OF_X = (1, 3, 8, 16, 17, 32, 63, 64, 128, 200, 1000)
+# (segments, inputs): Qwen2.5 7B and 0.5B projections, one that is cut into rounds, and odd ones.
+WEIGHTS = (
+    ((3584, 512, 512), 3584),
+    ((3584,), 18944),
+    ((896, 128, 128), 896),
+    ((4864, 4864), 896),
+    ((20, 13, 7), 100),
+    ((33,), 130),
+    ((17,), 16),
+    ((1000, 1000), 576),
+)
+# One rounding to bfloat16 of a normal result has an error of 2^-9 / sqrt(3) times a little more than one.
+ONE_ROUNDING = 1.9e-3
+TWO_ROUNDINGS = 2.7e-3
+
+
+def cuda(*shape: int, seed: int = 0, scale: float = 1.0) -> torch.Tensor:
+    generator = torch.Generator(device="cuda").manual_seed(seed)
+    return (scale * torch.randn(*shape, generator=generator, device="cuda")).bfloat16()
+
+
+def weight_of(segments, d_in) -> PackedWeight:
+    return FORMAT.quantize(cuda(sum(segments), d_in, scale=0.05), segments=segments)
+
+
+def adapters_of(segments, d_in, rank, members=None) -> list[AdapterPart]:
+    stops = [sum(segments[: i + 1]) for i in range(len(segments))]
+    chosen = [i for i in range(len(segments)) if members is None or i in members]
+    a = cuda(len(chosen) * rank, d_in, seed=1, scale=d_in**-0.5)
+    return [
+        AdapterPart(
+            start=stops[i] - segments[i],
+            stop=stops[i],
+            a_RI=a,
+            b_OR=cuda(segments[i], rank, seed=2 + i, scale=0.1),
+            scale=1.5,
+            rank_start=index * rank,
+        )
+        for index, i in enumerate(chosen)
+    ]
+
+
+def exact(x, weight, bias=None, parts=()) -> torch.Tensor:
+    """float64, with h rounded to bfloat16 as everywhere."""
+    y = x.double() @ dequantize(weight, torch.float64).T
+    if bias is not None:
+        y += bias.double()
+    for part in parts:
+        a = part.a_RI[part.rank_start : part.rank_start + part.b_OR.shape[1]].double()
+        h = (x.double() @ a.T).bfloat16().double()
+        y[:, part.start : part.stop] += part.scale * (h @ part.b_OR.double().T)
+    return y
+
+
+def error(y, reference) -> float:
+    return float((y.double() - reference).norm() / reference.norm())
+
+
+@pytest.mark.parametrize(("segments", "d_in"), WEIGHTS)
+@pytest.mark.parametrize("rank", [0, 8, 32, 128])
+def test_every_number_of_rows_agrees_with_float64(segments, d_in, rank):
+    weight = weight_of(segments, d_in)
+    parts = adapters_of(segments, d_in, rank) if rank else []
+    bias = cuda(sum(segments), seed=9)
+    tiled = FORMAT.for_device(weight)
+    for rows in ROWS_OF_X:
+        x = cuda(rows, d_in, seed=rows)
+        with torch.no_grad():
+            y = fp4_linear(x, tiled, bias, parts)
+            again = fp4_linear(x, tiled, bias, parts)
+        fused = decode.takes(x, tiled, *flatten(parts))
+        assert fused == (rows <= decode.MOST_ROWS)
+        assert error(y, exact(x, weight, bias, parts)) < (ONE_ROUNDING if fused or not rank else TWO_ROUNDINGS)
+        assert torch.equal(y, again), "same input, same bits"
+
+
+def test_a_row_does_not_depend_on_the_others():
+    segments, d_in = (3584, 512, 512), 3584
+    tiled, parts = FORMAT.for_device(weight_of(segments, d_in)), adapters_of(segments, d_in, 32)
+    for rows in (2, 8, 16):
+        x = cuda(rows, d_in, seed=3)
+        other = cuda(rows, d_in, seed=4)
+        other[-1] = x[-1]
+        with torch.no_grad():
+            assert torch.equal(fp4_linear(x, tiled, None, parts)[-1], fp4_linear(other, tiled, None, parts)[-1])
+
+
+@pytest.mark.parametrize("members", [(0,), (1, 2), (2,)])
+def test_adapters_on_some_members_leave_the_others_alone(members):
+    segments, d_in = (3584, 512, 512), 3584
+    weight = weight_of(segments, d_in)
+    tiled, parts = FORMAT.for_device(weight), adapters_of(segments, d_in, 32, members)
+    for rows in (5, 40):
+        x = cuda(rows, d_in, seed=3)
+        with torch.no_grad():
+            y, plain = fp4_linear(x, tiled, None, parts), fp4_linear(x, tiled)
+        assert error(y, exact(x, weight, None, parts)) < TWO_ROUNDINGS
+        for i, (part, ours) in enumerate(zip(plain.split(segments, 1), y.split(segments, 1), strict=True)):
+            assert torch.equal(part, ours) == (i not in members)
+
+
+def test_each_segment_has_its_own_global_scale():
+    weights = [FORMAT.quantize(cuda(rows, 256, seed=rows, scale=s)) for rows, s in ((40, 1.0), (24, 29.0), (70, 0.01))]
+    joined = FORMAT.join(weights)
+    tiled = FORMAT.for_device(joined)
+    for rows in (4, 100):
+        x = cuda(rows, 256, seed=1)
+        with torch.no_grad():
+            y = fp4_linear(x, tiled)
+        for part, reference in zip(
+            y.split(joined.segments, 1), exact(x, joined).split(joined.segments, 1), strict=True
+        ):
+            assert error(part, reference) < ONE_ROUNDING
+
+
+def test_subnormal_zero_and_largest_scales():
+    weight = weight_of((64,), 256)
+    scales = weight.tensors["block_scales"].view(torch.uint8).clone()
+    adversarial = torch.tensor([0, 1, 2, 3, 5, 7, 8, 126], dtype=torch.uint8, device="cuda")
+    scales[:, :] = adversarial.repeat(2)[None, :]
+    weight = replace(weight, tensors={**weight.tensors, "block_scales": scales.view(torch.float8_e4m3fn)})
+    tiled = FORMAT.for_device(weight)
+    for block, scale in enumerate(adversarial.tolist()):
+        for rows in (3, 100):
+            x = torch.zeros(rows, 256, dtype=torch.bfloat16, device="cuda")
+            x[:, 16 * block : 16 * block + 16] = cuda(rows, 16, seed=block)
+            with torch.no_grad():
+                y = fp4_linear(x, tiled)
+            if scale == 0:
+                assert not y.any()
+            else:
+                assert error(y, exact(x, weight)) < ONE_ROUNDING, f"scale byte {scale}"
+
+
+def test_every_output_is_written_and_only_those():
+    segments, d_in = (20, 13, 7), 100
+    tiled = FORMAT.for_device(weight_of(segments, d_in))
+    for rows in (1, 9, 30):
+        torch.full((rows, 40), torch.nan, dtype=torch.bfloat16, device="cuda")
+        with torch.no_grad():
+            assert fp4_linear(cuda(rows, d_in), tiled).isfinite().all()
+
+
+def test_dequantization_is_exact():
+    for segments, d_in in WEIGHTS:
+        weight = weight_of(segments, d_in)
+        out = torch.full(weight.shape, torch.nan, dtype=torch.bfloat16, device="cuda")
+        dense.dequantize_tiles(FORMAT.for_device(weight), out)
+        assert torch.equal(out, FORMAT.factored(weight, torch.bfloat16)[0])
+
+
+def test_a_weight_on_the_device_comes_back_byte_for_byte():
+    weight = weight_of((96, 40), 200)
+    back = FORMAT.natural(FORMAT.for_device(weight))
+    for key, tensor in weight.tensors.items():
+        assert torch.equal(back.tensors[key].view(torch.uint8), tensor.view(torch.uint8))
+
+
+def test_float32_logits_of_a_packed_head():
+    weight = weight_of((5000,), 896)
+    x = cuda(7, 896, seed=5)
+    logits = decode.product(x, FORMAT.for_device(weight), None, (), (), (), dtype=torch.float32)
+    assert error(logits, exact(x, weight)) < 1e-6
+
+
+@pytest.mark.parametrize("rows", [4, 100])
+def test_gradients_agree_with_float64(rows):
+    segments, d_in = (96, 40), 192
+    weight = weight_of(segments, d_in)
+    parts = adapters_of(segments, d_in, 16)
+    leaves = [cuda(rows, d_in, seed=5), parts[0].a_RI, *(part.b_OR for part in parts)]
+    upstream = cuda(rows, sum(segments), seed=6)
+
+    def gradients(tensors, compute):
+        tensors = [t.detach().clone().requires_grad_() for t in tensors]
+        x, a, *b = tensors
+        fresh = [replace(part, a_RI=a, b_OR=own) for part, own in zip(parts, b, strict=True)]
+        return torch.autograd.grad(compute(x, fresh), tensors, upstream.to(x.dtype))
+
+    def plain(x, fresh):
+        y = x @ dequantize(weight, torch.float64).T
+        out = [
+            y[:, p.start : p.stop] + p.scale * (x @ p.a_RI[p.rank_start : p.rank_start + 16].T) @ p.b_OR.T
+            for p in fresh
+        ]
+        return torch.cat(out, 1)
+
+    tiled = FORMAT.for_device(weight)
+    ours = gradients(leaves, lambda x, fresh: fp4_linear(x, tiled, None, fresh))
+    theirs = gradients([leaf.double() for leaf in leaves], plain)
+    for mine, reference in zip(ours, theirs, strict=True):
+        assert error(mine, reference) < 2 * TWO_ROUNDINGS
+
+
+@pytest.mark.parametrize("rows", [6, 40])
+def test_a_captured_graph_reads_adapters_updated_in_place(rows):
+    segments, d_in = (96, 40), 192
+    weight = weight_of(segments, d_in)
+    tiled = FORMAT.for_device(weight)
+    lora = LoraGroup(["q", "k"], [(0, 96), (96, 136)], d_in, rank=16, alpha=32, seed=0, device="cuda")
+    x = cuda(rows, d_in)
+    with torch.no_grad():
+        fp4_linear(x, tiled, None, lora.adapter_parts(torch.bfloat16))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = fp4_linear(x, tiled, None, lora.adapter_parts(torch.bfloat16))
+        for seed in (1, 2):
+            for b in lora.lora_b:
+                b.copy_(cuda(*b.shape, seed=seed, scale=0.1))
+            x.copy_(cuda(rows, d_in, seed=seed))
+            lora.refresh()
+            y.fill_(torch.nan)
+            graph.replay()
+            expected = exact(x, weight, None, lora.adapter_parts(torch.bfloat16))
+            assert error(y, expected) < TWO_ROUNDINGS
+
+
+def test_the_gate_passes_the_kernels():
+    weight = weight_of((3584, 512, 512), 3584)
+    for tokens in (1, 8, 300):
+        layout_gate(FORMAT.for_device(weight), "m", dtype=torch.bfloat16, tokens=tokens)
