@@ -32,6 +32,7 @@ from qerl.verbs.options import (
     as_settings,
     split_settings,
 )
+from qerl.verbs.planning import plan
 from qerl.verbs.watching import watch
 
 INTERRUPTED = 130
@@ -56,6 +57,7 @@ EXAMPLES = {
     "report": ("runs/demo", "configs/demo.yaml --out demo.html"),
     "watch": ("runs/demo", "runs/demo --plain", "runs/demo --once"),
     "export": ("runs/demo --out served/adapter", "runs/demo --merge --weights trained --out served/model"),
+    "plan": ("configs/demo.yaml", "configs/bigmath_32b_nvfp4_aqn.yaml --gpu 48GB train.token_budget=9216"),
     "validate": ("configs/demo.yaml", "configs/demo.yaml data.train=gsm8k"),
     "rescore": ("runs/demo --step 3", "runs/demo --rollout 2 --rows 0-7,12"),
 }
@@ -234,6 +236,7 @@ def report(
 
 app.command(epilog=_examples("watch"))(watch)
 app.command(epilog=_examples("export"))(export)
+app.command(epilog=_examples("plan"))(plan)
 
 
 @app.command(epilog=_examples("validate"))

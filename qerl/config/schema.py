@@ -31,6 +31,9 @@ class ModelConfig(Section):
     """`auto` (CUDA when there is one), `cpu`, `cuda` or `cuda:N`."""
 
 
+MAX_AUTO_SEQUENCES = 256
+"""Sequences decoded at once when ``rollout.max_num_seqs`` is ``auto``."""
+
 Format = Literal["bf16", "nvfp4", "mxfp4", "nf4"]
 
 
@@ -194,8 +197,12 @@ class TrainConfig(Section):
     """Root of every keyed draw: data order, sampling, noise, adapter initialization."""
     token_budget: Positive = 16384
     """Most tokens (prompt + answer) of one packed forward/backward pass; the loss does not depend on it."""
-    checkpointing: bool = False
-    """Recompute each decoder layer in the backward pass instead of keeping its activations."""
+    checkpointing: Literal["auto", "none", "selective", "full"] = "auto"
+    """What the backward pass computes again instead of keeping it. `none`: nothing. `selective`: what cheap operations give (norms, gated activation). `full`: whole layers. `auto`: the first of these whose plan fits the memory budget; none without a budget."""
+    activation_offloading: bool = False
+    """With `checkpointing: full`, keep the layer inputs in the host's memory between forward and backward pass."""
+    memory_budget: Annotated[float, Field(gt=0)] | Literal["auto", "off"] = "auto"
+    """GB (1e9 bytes) that the predicted peak must not exceed; a plan beyond it is refused before weights are read. `auto`: 92 % of a GPU's memory, no bound on the CPU."""
     save_every: NonNegative = 50
     """Steps between checkpoints; 0 saves only the last."""
     keep_checkpoints: NonNegative = 0
@@ -285,6 +292,11 @@ class Config(Section):
             object.__setattr__(self.train, "save_adapter_every", 0 if self.train.mode == "full" else 1)
         if self.train.mode == "full":
             self._check_full_mode()
+        if self.train.activation_offloading and self.train.checkpointing != "full":
+            raise ValueError(
+                f"train.activation_offloading has no meaning with train.checkpointing={self.train.checkpointing}: it moves the "
+                "layer inputs that train.checkpointing=full keeps"
+            )
         overlong = self.reward.overlong
         if overlong.enabled and overlong.buffer_tokens >= self.rollout.max_new_tokens:
             raise ValueError(
@@ -321,6 +333,13 @@ class Config(Section):
                 "second copy of the whole model, which is not kept: use objective.kl_coef=0, or train.mode=lora, whose "
                 "reference is the frozen base"
             )
+
+    @property
+    def decode_slots(self) -> int:
+        """Sequences decoded at once."""
+        if self.rollout.max_num_seqs != "auto":
+            return self.rollout.max_num_seqs
+        return min(MAX_AUTO_SEQUENCES, self.rollout.prompts_per_step * self.rollout.group_size)
 
     @property
     def planned_updates(self) -> int:

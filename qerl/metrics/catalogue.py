@@ -258,6 +258,12 @@ _MEMORY = section(
     ("memory/rss_gb", "GB", "Peak resident memory of the process so far (1 GB = 1e9 bytes)."),
     ("memory/allocated_gb", "GB", "Peak of tensors allocated on the GPU so far."),
     ("memory/reserved_gb", "GB", "Peak of memory reserved on the GPU so far."),
+    (
+        "memory/{stage}/allocated_gb",
+        "GB",
+        "Peak of tensors allocated on the GPU in one stage of the step (those of `time/`).",
+    ),
+    ("memory/{stage}/reserved_gb", "GB", "Peak of memory reserved on the GPU in one stage of the step."),
     kind="memory",
 )
 

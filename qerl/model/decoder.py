@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,12 +22,13 @@ from torch.utils.checkpoint import checkpoint
 
 from qerl.formats import PackedWeight
 from qerl.kernels.activation import silu_mul
-from qerl.kernels.rms_norm import add_rms_norm, rms_norm
+from qerl.kernels.rms_norm import NormNoise, add_rms_norm, rms_norm
 from qerl.kernels.rope import HeadNorms, rope
 from qerl.kernels.token_logprobs import Head, head_logits
 from qerl.model.aqn import NoisePass, NoiseSource
 from qerl.model.attention import AttentionContext
 from qerl.model.linear import GroupedLinear
+from qerl.model.recompute import Checkpointing, kept_here, kept_on_host, made_again
 from qerl.model.rope import RopeSpec
 from qerl.model.spec import ModelSpec
 
@@ -74,15 +77,20 @@ class DecoderLayer(nn.Module):
         noise: NoisePass | None,
         adapters: bool,
         reference: bool,
+        selective: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """(output of the MLP, stream before it): the next layer adds them, in the same pass over memory as its norm.
 
-        ``x_TD`` and ``residual_TD`` are the same of the layer before; with no residual, x is the stream itself.
+        ``x_TD`` and ``residual_TD`` are the same of the layer before; with no residual, x is the stream itself. ``selective``:
+        inputs of linear layers that are cheap to make are made again in the backward pass.
         """
-        qkv_TX, stream_TD = self._normed("attn_norm", self.qkv, x_TD, residual_TD, noise, adapters, reference)
+        call = (noise, adapters, reference, selective)
+        qkv_TX, stream_TD = self._normed("attn_norm", self.qkv, x_TD, residual_TD, *call)
         o_TD = self._attention(qkv_TX, rotation, context, noise, adapters)
-        gate_up_TX, stream_TD = self._normed("mlp_norm", self.gate_up, o_TD, stream_TD, noise, adapters, reference)
-        return self.down.stacked(silu_mul(gate_up_TX), adapters), stream_TD
+        gate_up_TX, stream_TD = self._normed("mlp_norm", self.gate_up, o_TD, stream_TD, *call)
+        inner_TF = silu_mul(gate_up_TX)
+        with made_again(inner_TF, partial(silu_mul, gate_up_TX.detach())) if selective else kept_here():
+            return self.down.stacked(inner_TF, adapters), stream_TD
 
     def whole(self, x_TD: Tensor, *arguments: Any) -> Tensor:
         """The residual stream after the layer, from that before it; arguments as of ``forward``."""
@@ -110,6 +118,7 @@ class DecoderLayer(nn.Module):
         noise: NoisePass | None,
         adapters: bool,
         reference: bool,
+        selective: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """The projections that read a norm, applied to it: [T, rows of all], and the stream that the norm reads. One product,
         or one a projection where each has a draw of its own."""
@@ -117,13 +126,22 @@ class DecoderLayer(nn.Module):
         if noise is None or not noise.independent:
             z = None if noise is None else noise.of_norm(self.index, site)
             h_TD, stream_TD = add_rms_norm(x_TD, residual_TD, weight_D, eps, z)
-            return linear.stacked(h_TD, adapters), stream_TD
+            with self._norm_again(h_TD, stream_TD, weight_D, z) if selective else kept_here():
+                return linear.stacked(h_TD, adapters), stream_TD
         stream_TD = x_TD if residual_TD is None else residual_TD + x_TD
         outputs = []
         for part in linear.parts:
-            h_TD = rms_norm(stream_TD, weight_D, eps, noise.of_norm(self.index, f"{site}/{part}"))
-            outputs.append(linear.member(part, h_TD, adapters))
+            z = noise.of_norm(self.index, f"{site}/{part}")
+            h_TD = rms_norm(stream_TD, weight_D, eps, z)
+            with self._norm_again(h_TD, stream_TD, weight_D, z) if selective else kept_here():
+                outputs.append(linear.member(part, h_TD, adapters))
         return torch.cat(outputs, dim=-1), stream_TD
+
+    def _norm_again(
+        self, h_TD: Tensor, stream_TD: Tensor, weight_D: Tensor, z: NormNoise | None
+    ) -> AbstractContextManager[object]:
+        """Where ``h_TD`` would be kept: norm the stream again, which the norm keeps anyway."""
+        return made_again(h_TD, partial(rms_norm, stream_TD.detach(), weight_D.detach(), self.spec.rms_eps, z))
 
     def head_norms(self, noise: NoisePass | None) -> HeadNorms | None:
         """Norms over each head of q and of k, with their noise; None where the model has none."""
@@ -228,7 +246,8 @@ class Decoder(nn.Module):
         noise: NoiseSource | None = None,
         adapters: bool = True,
         reference: bool = False,
-        checkpointing: bool = False,
+        checkpointing: Checkpointing = "none",
+        offload: bool = False,
     ) -> Tensor:
         """Hidden states after the final norm, [T, D] in compute type.
 
@@ -240,20 +259,23 @@ class Decoder(nn.Module):
             adapters: False leaves the adapters out.
             reference: use the layer norms that the model was loaded with (needs ``keep_reference_norms``). With
                 ``adapters=False`` and no noise this is the reference policy.
-            checkpointing: keep only layer inputs for the backward pass and compute each layer again there.
+            checkpointing: what the backward pass computes again (``qerl.model.recompute``).
+            offload: with full checkpointing, keep the layer inputs in the host's memory.
         """
         x_TD = F.embedding(tokens_T, self.embed_tokens)
         rotation = self._rotation(context.positions_T)
-        recompute = checkpointing and torch.is_grad_enabled()
+        training = torch.is_grad_enabled()
+        whole, selective = training and checkpointing == "full", training and checkpointing == "selective"
         seen = None if noise is None else noise.for_pass(context)
         call: tuple[Any, ...] = (rotation, context, seen, adapters, reference)
         stream_TD: Tensor | None = None
         for layer in self.layers:
-            if recompute:
+            if whole:
                 # One tensor a layer is kept, so the layer's output is added here and not by the next norm.
-                x_TD = checkpoint(layer.whole, x_TD, *call, use_reentrant=False, preserve_rng_state=False)
+                with kept_on_host(x_TD.device) if offload else kept_here():
+                    x_TD = checkpoint(layer.whole, x_TD, *call, use_reentrant=False, preserve_rng_state=False)
             else:
-                x_TD, stream_TD = layer(x_TD, stream_TD, *call)
+                x_TD, stream_TD = layer(x_TD, stream_TD, *call, selective)
         z = None if seen is None else seen.of_norm(self.spec.num_layers, "final_norm")
         return add_rms_norm(x_TD, stream_TD, self.final_norm, self.spec.rms_eps, z)[0]
 

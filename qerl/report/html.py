@@ -253,10 +253,12 @@ def token_rows(run: RunData) -> list[tuple[str, str]]:
 
 
 def peak_rows(run: RunData) -> list[tuple[str, float]]:
-    """Peaks in bytes: predicted by phase (memory.json), measured for the process and the device."""
+    """Peaks in bytes: by phase as predicted and measured (memory.json), and for the process and the device."""
     predicted = run.memory.get("predicted_peaks") or run.memory.get("phase_peaks") or {}
     measured = run.summary.get("peak_memory") or run.memory.get("process") or {}
     rows = {f"{name} phase, predicted": value for name, value in predicted.items()}
+    for phase, figures in (run.memory.get("measured_peaks") or {}).items():
+        rows |= {f"{phase} phase, {kind}": value for kind, value in figures.items()}
     rows |= {name.removesuffix("_peak"): value for name, value in measured.items() if name.endswith("_peak")}
     names = {"rss": "process, resident, measured", "allocated": "GPU, allocated", "reserved": "GPU, reserved"}
     return [(names.get(name, name), value) for name, value in rows.items()]

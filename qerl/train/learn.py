@@ -21,6 +21,7 @@ from qerl.config.schema import Config
 from qerl.kernels.token_logprobs import token_logprobs
 from qerl.model.aqn import Noise
 from qerl.model.decoder import Decoder
+from qerl.model.recompute import Checkpointing
 from qerl.objective.batch import Sample, pack, split_minibatches
 from qerl.objective.importance import ImportanceWeights, WeightRule, importance_weights
 from qerl.objective.loss import Divisors, SurrogateSettings, divisors, surrogate, token_weights
@@ -50,13 +51,15 @@ def policy_logprobs(
     *,
     noise: Noise | None,
     reference: bool = False,
-    checkpointing: bool = False,
+    checkpointing: Checkpointing = "none",
+    offload: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Log-prob of every answer token under softmax(logits / temperature), and the entropy at its position.
 
     Args:
         noise: the noise that the pass sees.
         reference: score the reference instead: adapters off, initial norms.
+        checkpointing, offload: what a backward pass will compute again or fetch (``qerl.model.recompute``).
 
     Returns:
         (logprobs_N, entropy_N), float32, nats.
@@ -68,6 +71,7 @@ def policy_logprobs(
         adapters=not reference,
         reference=reference,
         checkpointing=checkpointing,
+        offload=offload,
     )
     return token_logprobs(hidden_TD[batch.predictor_N], model.head_weight, batch.targets_N, temperature=temperature)
 
@@ -150,8 +154,15 @@ def _backward(
     on_policy: bool,
 ) -> None:
     settings, batch = SurrogateSettings.from_config(config.objective), micro.batch
+    train = config.train
     logprobs_N, entropy_N = policy_logprobs(
-        model, batch, config.rollout.temperature, noise=noise, checkpointing=config.train.checkpointing
+        model,
+        batch,
+        config.rollout.temperature,
+        noise=noise,
+        # What a run decides by its plan (train.fit) is open where a mini-batch is learned without one.
+        checkpointing="none" if train.checkpointing == "auto" else train.checkpointing,
+        offload=train.activation_offloading,
     )
     result = surrogate(
         logprobs_N,

@@ -264,7 +264,7 @@ class Trainer:
         state = self.state
         stages = self.timer.end_step()
         metrics |= {f"time/{name}": seconds for name, seconds in stages.items()}
-        metrics |= step_metrics.memory_metrics(self.session.device)
+        metrics |= step_metrics.memory_metrics(self.timer.peaks)
         metrics["time/elapsed"] = state.wall_seconds + time.perf_counter() - self.began
         if state.portable:
             metrics["resumes/portable"] = len(state.portable)

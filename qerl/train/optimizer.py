@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 
 from qerl.config.schema import OptimConfig
@@ -66,6 +67,8 @@ class MasterOptimizer:
         for group in self.inner.param_groups:
             group["lr"] = lr
         self.inner.step()
+        # bitsandbytes writes past torch's version counters, by which copies of the masters know that they are old.
+        increment_version(self.parameters())
         self._follow()
 
     @torch.no_grad()

@@ -12,8 +12,9 @@ from qerl.config.load import dump_config
 from qerl.config.schema import Config
 from qerl.model.aqn import stage_sigma
 from qerl.model.spec import ModelSpec
+from qerl.train.fit import memory_text
 from qerl.train.run import check_trainable, noise_line
-from qerl.train.session import check_lengths, max_num_seqs, require_model_path, resolve_device
+from qerl.train.session import check_lengths, require_model_path, resolve_device
 from qerl.train.warnings import config_warnings
 
 GB = 1e9
@@ -29,13 +30,15 @@ def describe(config: Config, *, width: int = 100) -> str:
     spec = ModelSpec.from_folder(require_model_path(config))
     check_lengths(config, spec)
     device = resolve_device(config.model.device)
+    budget = memory.budget_of(config, device)
+    config = memory.resolve(config, spec, budget, device_type=device.type)
     out = StringIO()
     console = Console(file=out, width=width, highlight=False)
     console.print(dump_config(config), markup=False, end="")
     console.print(_work_table(config, spec))
     if config.aqn.enabled:
         console.print(_noise_table(config))
-    console.print(_memory_table(config, spec, device.type))
+    console.print(memory_text(config, spec, budget, device_type=device.type, width=width), markup=False, end="")
     for text in config_warnings(config):
         console.print(f"warning: {text}", markup=False)
     return out.getvalue()
@@ -102,14 +105,4 @@ def _noise_table(config: Config) -> Table:
         if first == after:
             continue
         table.add_row(str(stage), f"{first} to {after - 1}", f"{stage_sigma(aqn, stage):.6g}")
-    return table
-
-
-def _memory_table(config: Config, spec: ModelSpec, device_type: str) -> Table:
-    owners = memory.predict(config, spec, device_type=device_type, max_num_seqs=max_num_seqs(config))
-    table = Table("owner", "GB", title=f"Predicted memory ({device_type}; 1 GB = 1e9 bytes)")
-    for name, size in owners.items():
-        table.add_row(name, f"{size / GB:.4f}")
-    for phase, size in memory.phase_peaks(owners).items():
-        table.add_row(f"peak of {phase}", f"{size / GB:.4f}", style="bold")
     return table

@@ -30,7 +30,17 @@ from qerl.train.noise.director import save_sum
 from qerl.train.optimizer import MasterOptimizer
 
 STATE_VERSION = 1
-MAY_DIFFER = ("log", "run", "model.path", "model.device", "train.save_every", "train.keep_checkpoints")
+MAY_DIFFER = (
+    "log",
+    "run",
+    "model.path",
+    "model.device",
+    "train.save_every",
+    "train.keep_checkpoints",
+    "train.checkpointing",
+    "train.activation_offloading",
+    "train.memory_budget",
+)
 """Settings that may change when a run is resumed; every other one is part of what the run means."""
 
 

@@ -27,12 +27,13 @@ from qerl.report.html import write_report
 from qerl.reward.compose import Rewarder
 from qerl.train import on_policy
 from qerl.train.diagnostics.observer import Diagnostics
+from qerl.train.fit import settle_memory
 from qerl.train.loop import Trainer
 from qerl.train.noise.director import NoiseDirector, load_sum
 from qerl.train.optimizer import MasterOptimizer, make_optimizer
 from qerl.train.portable import expand_portable, is_portable
 from qerl.train.resume import TrainState, check_same_config, load_checkpoint
-from qerl.train.session import Session, max_num_seqs, open_session
+from qerl.train.session import Session, open_session
 from qerl.train.stop import Deadline, StopRequest
 from qerl.train.timing import StageTimer
 from qerl.train.warnings import prompt_warnings
@@ -63,10 +64,11 @@ def train(
     check_trainable(config)
     folder = Path(config.run.dir) / config.run.name
     run = RunDir.open(folder) if resume else RunDir(folder)
+    if not resume:
+        run.refuse_a_run()
+    config = settle_memory(config)
     if resume:
         check_same_config(load_config(run.config_path, []), config)
-    else:
-        run.refuse_a_run()
     began = time.perf_counter()
     session = open_session(config, keep_reference_norms=config.objective.kl_coef > 0)
     check_layout(session)
@@ -129,7 +131,7 @@ def build_trainer(config: Config, run: RunDir, session: Session, *, resume: bool
     rewarder = Rewarder(config.reward, config.rollout.max_new_tokens)
     optimizer = make_optimizer(session.model.trainable_parameters(), config.optim)
     sampler = PromptSampler(train_prompts, config.train.seed)
-    timer = StageTimer()
+    timer = StageTimer(session.device)
     weights_hash = base_hash(session.model)
     state = TrainState(base_hash=weights_hash)
     if resume:
@@ -321,15 +323,15 @@ def write_summary(trainer: Trainer, *, finished: bool) -> dict[str, Any]:
     """``summary.json`` and ``memory.json``."""
     config, state, session = trainer.config, trainer.state, trainer.session
     state.wall_seconds += time.perf_counter() - trainer.began
-    peaks = memory.process_bytes() | memory.device_bytes(session.device)
-    predicted = memory.predict(
-        config, session.model.spec, device_type=session.device.type, max_num_seqs=max_num_seqs(config)
-    )
+    peaks = memory.process_bytes() | memory.device_bytes(session.device) | trainer.timer.peaks.overall
+    ledger = memory.predict(config, session.model.spec, device_type=session.device.type)
     trainer.run.write_json(
         trainer.run.memory_path,
         {
-            "predicted": predicted,
-            "predicted_peaks": memory.phase_peaks(predicted),
+            "predicted": ledger.owners(),
+            "predicted_phases": {phase: dict(brought) for phase, brought in ledger.phases.items()},
+            "predicted_peaks": {phase: ledger.total(phase) for phase in memory.PHASES},
+            "measured_peaks": trainer.timer.peaks.run,
             "measured": memory.measure_resident(
                 session.model,
                 masters=trainer.optimizer.masters.values(),

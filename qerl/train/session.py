@@ -20,9 +20,6 @@ from qerl.model.spec import ModelSpec
 from qerl.model.tokenizer import Tokenizer, load_tokenizer
 from qerl.rollout.engine import Engine
 
-MAX_AUTO_SEQUENCES = 256
-"""Sequences decoded at once when ``rollout.max_num_seqs`` is ``auto``."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Session:
@@ -74,7 +71,7 @@ def open_session(
     )
     if adapter is not None:
         load_adapter(model, adapter)
-    engine = Engine(model, tokenizer, max_num_seqs=max_num_seqs(config), device=device)
+    engine = Engine(model, tokenizer, max_num_seqs=config.decode_slots, device=device)
     return Session(config=config, model_path=model_path, model=model, tokenizer=tokenizer, engine=engine, device=device)
 
 
@@ -110,13 +107,6 @@ def resolve_device(name: str) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError("model.device asks for CUDA and torch sees none", got=name, remedy="Use model.device=cpu")
     return device
-
-
-def max_num_seqs(config: Config) -> int:
-    """Sequences decoded at once."""
-    if config.rollout.max_num_seqs != "auto":
-        return config.rollout.max_num_seqs
-    return min(MAX_AUTO_SEQUENCES, config.rollout.prompts_per_step * config.rollout.group_size)
 
 
 def check_lengths(config: Config, spec: ModelSpec) -> None:

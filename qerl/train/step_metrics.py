@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import torch
-
 from qerl import memory
 from qerl.objective.batch import Sample
 from qerl.objective.filtering import kind_fractions
@@ -73,13 +71,12 @@ def sample_metrics(samples: Sequence[Sequence[Sample]]) -> dict[str, float]:
     }
 
 
-def memory_metrics(device: torch.device) -> dict[str, float]:
-    """Peaks so far, in GB (1e9 bytes)."""
+def memory_metrics(peaks: memory.PhasePeaks) -> dict[str, float]:
+    """Peaks so far, and by phase of the step that ends, in GB (1e9 bytes)."""
     result = {"memory/rss_gb": memory.process_bytes()["rss_peak"] / GB}
-    used = memory.device_bytes(device)
-    if used:
-        result["memory/allocated_gb"] = used["allocated_peak"] / GB
-        result["memory/reserved_gb"] = used["reserved_peak"] / GB
+    result |= {f"memory/{name.removesuffix('_peak')}_gb": size / GB for name, size in peaks.overall.items()}
+    for phase, figures in peaks.end_step().items():
+        result |= {f"memory/{phase}/{kind}_gb": size / GB for kind, size in figures.items()}
     return result
 
 

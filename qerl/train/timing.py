@@ -7,14 +7,26 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
+
+from qerl.memory import PhasePeaks
+
 STAGES = ("rollout", "reward", "logprobs", "backward", "optimizer", "noise", "diagnostics", "evaluate", "save")
 """Stages that a step is divided into; what is left of ``time/step`` is bookkeeping."""
 
 
 class StageTimer:
-    """Adds up wall seconds by stage name."""
+    """Adds up wall seconds by stage name, and watches the peaks of memory between their borders.
 
-    def __init__(self) -> None:
+    Args:
+        device: whose memory.
+
+    Attributes:
+        peaks: by stage; empty on the CPU.
+    """
+
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        self.peaks = PhasePeaks(torch.device(device))
         self.step: dict[str, float] = defaultdict(float)
         self.total: dict[str, float] = defaultdict(float)
 
@@ -23,10 +35,12 @@ class StageTimer:
         """Time the block and charge it to ``name``, one of :data:`STAGES`."""
         assert name in STAGES, f"unknown stage {name!r}"
         start = time.perf_counter()
+        self.peaks.begin()
         try:
             yield
         finally:
             seconds = time.perf_counter() - start
+            self.peaks.end(name)
             self.step[name] += seconds
             self.total[name] += seconds
 

@@ -60,7 +60,7 @@ def reproducible(run):
 
 KINDS = {
     "group": ("aqn.scope=group", "aqn.magnitude=relative"),
-    "response_clean": ("aqn.scope=response", "aqn.prompt=clean", "train.checkpointing=true"),
+    "response_clean": ("aqn.scope=response", "aqn.prompt=clean", "train.checkpointing=selective"),
     "token": ("aqn.scope=token", "aqn.sites=[attn_norm, final_norm]", "train.token_budget=150"),
     "independent": ("aqn.sharing=independent", "aqn.match_budget=true"),
 }

@@ -52,13 +52,16 @@ def test_later_tokens_do_not_change_earlier_logits(folder):
 
 
 @pytest.mark.parametrize("quant", [QuantConfig(format="bf16"), QuantConfig(dense_cache="off"), QuantConfig()])
-def test_checkpointing_gives_the_same_gradients(folder, quant):
+@pytest.mark.parametrize(
+    "recompute", [{"checkpointing": "selective"}, {"checkpointing": "full"}, {"checkpointing": "full", "offload": True}]
+)
+def test_checkpointing_gives_the_same_gradients(folder, quant, recompute):
     model = load_tiny(folder, lora=LORA, quant=quant)
     randomize_adapters(model)
     noise = NoiseState(
         seed=0, rollout=1, stage=1, sigma=0.05, sites=("attn_norm", "mlp_norm", "final_norm")
     ).materialize(model)
-    kept, recomputed = gradients(model, noise=noise), gradients(model, noise=noise, checkpointing=True)
+    kept, recomputed = gradients(model, noise=noise), gradients(model, noise=noise, **recompute)
     assert kept.keys() == recomputed.keys()
     for name, gradient in kept.items():
         assert gradient is not None, name

@@ -47,7 +47,7 @@ def weights_by_name(model, values):
     return named
 
 
-def loss_of(model, checkpointing=False):
+def loss_of(model, checkpointing="none"):
     """Sum of the log-probs of all next tokens, through the kernels that training uses."""
     tokens_T, context = pack(SEQUENCES)
     hidden_TD = model(tokens_T, context, checkpointing=checkpointing)
@@ -66,7 +66,7 @@ def transformers_loss(model):
 
 
 @pytest.mark.parametrize("variant", MANY)
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
 def test_gradients_of_every_weight_are_those_of_transformers(tmp_path, variant, checkpointing):
     reference = write_tiny(tmp_path, variant)
     model = load_tiny(tmp_path, full=True)

@@ -72,7 +72,7 @@ def test_predicted_bytes_are_the_bytes_held(tmp_path, variant, quant):
     write_tiny(tmp_path, variant)
     settings = [f"quant.{key}={str(value).lower()}" for key, value in quant.items()]
     config = load_config(None, [*settings, "model.dtype=float32", "model.path=demo"])
-    predicted = predict(config, ModelSpec.from_folder(tmp_path), device_type="cpu", max_num_seqs=1)
+    predicted = predict(config, ModelSpec.from_folder(tmp_path), device_type="cpu").owners()
     measured = measure_resident(load_tiny(tmp_path, quant=config.quant))
     for owner in ("base_weights", "dense_cache", "embeddings"):
         assert predicted[owner] == measured[owner], owner

@@ -105,7 +105,7 @@ def test_a_recomputed_pass_over_the_same_packing_gives_the_same_bits(model, toke
     for batch in batches(completions, 60):
         with torch.no_grad():
             old_N, _ = policy_logprobs(model, batch, 1.0, noise=noise)
-        new_N, _ = policy_logprobs(model, batch, 1.0, noise=noise, checkpointing=True)
+        new_N, _ = policy_logprobs(model, batch, 1.0, noise=noise, checkpointing="full")
         assert torch.equal(old_N, new_N.detach())
 
 
@@ -204,6 +204,7 @@ def test_refill_rounds_of_a_rollout_have_noise_of_their_own(model, tokenizer):
 @pytest.mark.parametrize("sharing", ["shared", "independent"])
 def test_tables_take_the_memory_that_is_predicted(model, sharing):
     settings = ["aqn.scope=group", f"aqn.sharing={sharing}", "aqn.sites=[attn_norm, mlp_norm, final_norm]"]
-    predicted = memory.predict(load_config(None, settings), model.spec, device_type="cpu", max_num_seqs=5)["noise"]
+    config = load_config(None, [*settings, "rollout.max_num_seqs=5"])
+    predicted = memory.predict(config, model.spec, device_type="cpu").owners()["noise"]
     source = row_noise.decode_noise(make_noise(model, "group", sharing=sharing), 5, model.device)
     assert sum(table.nbytes for table in source.tables.values()) == predicted > 0

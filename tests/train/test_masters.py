@@ -7,7 +7,8 @@ import torch
 
 from qerl.config.schema import OptimConfig
 from qerl.errors import MissingDependencyError
-from qerl.memory import moment_bytes
+from qerl.memory.shapes import moment_bytes
+from qerl.model.lora import LoraGroup
 from qerl.train.optimizer import apply_update, make_optimizer
 
 SHAPES = {"wide": (96, 64), "small": (8, 8), "scale": (64,)}
@@ -133,3 +134,20 @@ def test_a_missing_package_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "bitsandbytes.optim", None)
     with pytest.raises(MissingDependencyError, match="pip install bitsandbytes"):
         make_optimizer(parameters(torch.float32), OptimConfig(name="adamw_8bit"))
+
+
+@pytest.mark.parametrize("optimizer_name", ["adamw", "adamw_8bit"])
+def test_copies_in_the_compute_type_know_that_a_master_has_changed(optimizer_name):
+    """bitsandbytes writes through raw pointers; what the kernels read must follow all the same."""
+    group = LoraGroup(["q"], [(0, 96)], 64, rank=64, alpha=1.0, seed=0)
+    masters = dict(group.named_parameters())
+    optimizer = make_optimizer(masters, OptimConfig(name=optimizer_name))
+    before = group.adapter_parts(torch.bfloat16)[0].a_RI.detach().clone()
+    for step in range(2):
+        for master in masters.values():
+            master.grad = torch.ones_like(master)
+        apply_update(optimizer, 1e-2, 1e9, update=step)
+        (part,) = group.adapter_parts(torch.bfloat16)
+        assert torch.equal(part.a_RI, group.lora_a.to(torch.bfloat16))
+        assert torch.equal(part.b_OR, group.lora_b[0].to(torch.bfloat16))
+    assert not torch.equal(before, part.a_RI)

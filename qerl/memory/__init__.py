@@ -1,0 +1,48 @@
+"""The memory ledger: bytes by owner and phase, predicted from shapes and the configuration, then measured.
+
+Prediction needs no weights and no device. Owners are disjoint. 1 GB = 1e9 bytes.
+
+* ``shapes``: sizes that depend on the model and the configuration alone;
+* ``ledger``: ``predict`` adds them up by phase;
+* ``advice``: does it fit, what would, and what each setting buys;
+* ``measure``: bytes of the tensors that exist, and peaks by phase.
+"""
+
+from qerl.memory.advice import (
+    GB,
+    Budget,
+    Limit,
+    Option,
+    budget_of,
+    check_budget,
+    limits,
+    options,
+    parse_size,
+    resolve,
+)
+from qerl.memory.ledger import PHASES, Ledger, predict
+from qerl.memory.measure import PhasePeaks, device_bytes, measure_resident, process_bytes
+from qerl.memory.shapes import policy_bytes, trained_tensors, uses_dense_cache
+
+__all__ = [
+    "GB",
+    "PHASES",
+    "Budget",
+    "Ledger",
+    "Limit",
+    "Option",
+    "PhasePeaks",
+    "budget_of",
+    "check_budget",
+    "device_bytes",
+    "limits",
+    "measure_resident",
+    "options",
+    "parse_size",
+    "policy_bytes",
+    "predict",
+    "process_bytes",
+    "resolve",
+    "trained_tensors",
+    "uses_dense_cache",
+]

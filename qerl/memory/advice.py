@@ -1,0 +1,224 @@
+"""Does a plan fit, what is the most that would, and what does each setting buy?"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+
+from qerl.config.schema import Config
+from qerl.errors import ConfigError, MemoryBudgetError
+from qerl.memory.ledger import PHASES, predict
+from qerl.model.spec import ModelSpec
+
+GB = 1e9
+USABLE = 0.92
+"""Share of a GPU's memory that a plan may fill; the rest is for the CUDA context and for gaps between allocations."""
+NOTABLE = 0.999
+"""Share of a phase from which on a saving is not worth a line."""
+ORDER = ("none", "selective", "full")
+"""Ways of checkpointing, from fastest to smallest."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """How much memory a plan may take."""
+
+    size: int
+    """Bytes."""
+    source: str
+    """Where the figure comes from, in words."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limit:
+    """The most of one setting that fits, everything else as it is."""
+
+    setting: str
+    now: int
+    largest: int | None
+    """None when no value fits."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """One setting changed."""
+
+    change: str
+    """As ``key=value``."""
+    peak: int
+    """Bytes at the peak with it."""
+    phase: str
+    """The phase that then needs most."""
+    price: str
+    """What is paid for it, in words."""
+
+
+def parse_size(text: str) -> Budget:
+    """The budget of a GPU of a given size, e.g. ``24GB`` (1e9 bytes each) or ``24GiB``.
+
+    Raises:
+        ConfigError: no size.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(GB|GiB|G)?\s*", text, flags=re.IGNORECASE)
+    if match is None or float(match[1]) == 0:
+        raise ConfigError("--gpu is not a size of memory", got=text, expected="a number of GB, such as 24GB or 80GB")
+    unit = 2**30 if (match[2] or "").lower() == "gib" else 1e9
+    return Budget(size=int(USABLE * float(match[1]) * unit), source=f"{USABLE:.0%} of {text.strip()}")
+
+
+def budget_of(config: Config, device: torch.device) -> Budget | None:
+    """The budget that ``train.memory_budget`` means on a device; None where there is no bound."""
+    setting = config.train.memory_budget
+    if setting == "off" or (setting == "auto" and device.type != "cuda"):
+        return None
+    if setting != "auto":
+        return Budget(size=int(setting * GB), source=f"train.memory_budget={setting:g}")
+    total = torch.cuda.get_device_properties(device).total_memory
+    # A fraction that the process was limited to counts, too.
+    fraction = torch.cuda.get_per_process_memory_fraction(device)
+    name = torch.cuda.get_device_name(device)
+    return Budget(
+        size=int(USABLE * total * fraction), source=f"{USABLE:.0%} of {total * fraction / GB:.1f} GB ({name})"
+    )
+
+
+def resolve(config: Config, spec: ModelSpec, budget: Budget | None, *, device_type: str) -> Config:
+    """``train.checkpointing=auto`` as the first of none, selective and full whose plan fits; full when none does.
+
+    Without a budget nothing is computed again.
+    """
+    if config.train.checkpointing != "auto":
+        return config
+    for choice in ORDER:
+        chosen = changed(config, "train.checkpointing", choice)
+        if budget is None or predict(chosen, spec, device_type=device_type).peak <= budget.size:
+            break
+    return chosen
+
+
+def check_budget(config: Config, spec: ModelSpec, budget: Budget | None, *, device_type: str, text: str) -> None:
+    """Refuse a plan that does not fit.
+
+    Args:
+        config: resolved.
+        text: the plan in words, shown with the refusal.
+
+    Raises:
+        MemoryBudgetError: the predicted peak exceeds the budget.
+    """
+    ledger = predict(config, spec, device_type=device_type)
+    if budget is not None and ledger.peak > budget.size:
+        raise MemoryBudgetError(
+            f"the plan does not fit in memory\n{text}\n{ledger.peak_phase} needs {ledger.peak / GB:.2f} GB",
+            expected=f"at most {budget.size / GB:.2f} GB ({budget.source})",
+            remedy="Take one of the settings above, or train.memory_budget=off to try all the same",
+        )
+
+
+def changed(config: Config, setting: str, value: Any) -> Config:
+    """The configuration with one dotted setting changed.
+
+    Raises:
+        ValidationError: the other settings do not allow it.
+    """
+    values = config.model_dump()
+    section, _, key = setting.rpartition(".")
+    values[section][key] = value
+    return Config.model_validate(values)
+
+
+def limits(config: Config, spec: ModelSpec, budget: Budget, *, device_type: str) -> list[Limit]:
+    """The most sequences at once, tokens of a micro-batch and new tokens that fit, one at a time."""
+    current = {
+        "rollout.max_num_seqs": (config.decode_slots, 1, config.rollout.prompts_per_step * config.rollout.group_size),
+        "train.token_budget": (
+            config.train.token_budget,
+            config.rollout.max_prompt_tokens + config.rollout.max_new_tokens,
+            1 << 20,
+        ),
+        "rollout.max_new_tokens": (
+            config.rollout.max_new_tokens,
+            1,
+            min(spec.max_positions, config.train.token_budget) - config.rollout.max_prompt_tokens,
+        ),
+    }
+
+    def fits(setting: str) -> Callable[[int], bool]:
+        def test(value: int) -> bool:
+            try:
+                tried = changed(config, setting, value)
+            except ValidationError:
+                return False
+            return predict(tried, spec, device_type=device_type).peak <= budget.size
+
+        return test
+
+    return [
+        Limit(setting=setting, now=now, largest=largest_that(fits(setting), low, high))
+        for setting, (now, low, high) in current.items()
+    ]
+
+
+def largest_that(test: Callable[[int], bool], low: int, high: int) -> int | None:
+    """The largest value in [low, high] that passes a test which small values pass and large ones do not; None if none does."""
+    if high < low or not test(low):
+        return None
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if test(middle) else (low, middle - 1)
+    return low
+
+
+def options(config: Config, spec: ModelSpec, budget: Budget | None, *, device_type: str) -> list[Option]:
+    """What each setting that saves memory would bring, one at a time, least peak first. Those are left out that change neither the
+    peak nor another phase that is beyond the budget."""
+    now = predict(config, spec, device_type=device_type)
+    tight = [now.peak_phase, *(phase for phase in PHASES if budget is not None and now.total(phase) > budget.size)]
+    found = []
+    for setting, value, price in _candidates(config):
+        try:
+            tried = changed(config, setting, value)
+        except ValidationError:
+            continue
+        ledger = predict(tried, spec, device_type=device_type)
+        if any(ledger.total(phase) < NOTABLE * now.total(phase) for phase in tight):
+            found.append(Option(change=f"{setting}={value}", peak=ledger.peak, phase=ledger.peak_phase, price=price))
+    return sorted(found, key=lambda option: option.peak)
+
+
+def _candidates(config: Config) -> Iterator[tuple[str, Any, str]]:
+    """(setting, value, price) of settings that need less memory than those now."""
+    train, rollout, quant = config.train, config.rollout, config.quant
+    for choice, price in (
+        ("selective", "norms and activations computed twice"),
+        ("full", "a third more arithmetic in training"),
+    ):
+        now = ORDER.index(train.checkpointing) if train.checkpointing != "auto" else 0
+        if ORDER.index(choice) > now:
+            yield "train.checkpointing", choice, price
+    if train.checkpointing == "full" and not train.activation_offloading:
+        yield "train.activation_offloading", True, "layer inputs cross the bus twice"
+    longest = rollout.max_prompt_tokens + rollout.max_new_tokens
+    for budget in sorted({max(longest, train.token_budget // 2), longest}, reverse=True):
+        if budget < train.token_budget:
+            yield "train.token_budget", budget, "smaller products; the loss is the same"
+    if config.decode_slots > 1:
+        yield "rollout.max_num_seqs", config.decode_slots // 2, "more waves of answers"
+    yield "rollout.max_new_tokens", rollout.max_new_tokens // 2, "long answers are cut off"
+    if config.optim.name == "adamw":
+        yield "optim.name", "adamw_8bit", "moments rounded to 8 bits; needs bitsandbytes"
+    if train.mode == "lora":
+        if quant.format == "bf16":
+            yield "quant.format", "nvfp4", "the base is rounded to 4 bits"
+        if quant.lm_head == "bf16":
+            yield "quant.lm_head", "fp8", "the LM head is rounded to 8 bits"
+            yield "quant.lm_head", "nvfp4", "the LM head is rounded to 4 bits"
+        if config.lora.rank > 1:
+            yield "lora.rank", config.lora.rank // 2, "half the adapter"
+    if quant.dense_cache == "on":
+        yield "quant.dense_cache", "off", "weights are unpacked at every product"

@@ -1,0 +1,247 @@
+"""Bytes by owner and phase, from the configuration and the model's shapes.
+
+Owners that are there throughout:
+
+================  =====================================================================================
+base_weights      decoder linears as stored (packed codes, scales, biases)
+dense_cache       dequantized copies beside them (``quant.dense_cache``)
+embeddings        embedding matrix, and the LM head when it is not tied, or packed
+norms             float32 RMSNorm scales, and the reference copy when a KL term needs one
+tables            cosines and sines of all positions, float32
+adapters          float32 LoRA masters
+adapter_copies    the adapters in the compute type, as the kernels read them, where that is not float32
+masters           full mode: float32 copies of weights that are narrower
+optimizer         AdamW moments, two a trained parameter: float32, or 8 bits with a float32 scale a block of 256
+workspace         on a GPU: cuBLAS, and what the NVFP4 kernels share: partial sums, and room for the largest weight dequantized
+================  =====================================================================================
+
+Owners of a phase: ``kv_cache`` (rollout: keys and values of all slots at full length) and ``noise`` (rollout), ``gradients`` (backward, optimizer: float32, one a trained parameter),
+``activations`` (backward: what autograd keeps of one micro-batch), and ``working`` (any: the most that exists for a moment beside
+these). The phases are load, rollout, logprobs, backward, optimizer.
+
+Legend: T tokens of a micro-batch, D hidden size, F inner width of the MLP, V vocabulary, q and kv rows of the query and of the key
+projection, i bytes of an element of the compute type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from qerl.config.schema import Config
+from qerl.memory import shapes
+from qerl.memory.shapes import ITEMSIZE, StoredGroup
+from qerl.model.spec import ModelSpec
+
+PHASES = ("load", "rollout", "logprobs", "backward", "optimizer")
+CUDA_WORKSPACE = 70_000_000
+"""cuBLAS on Hopper: 32 MiB a handle, and 32 MiB of cuBLASLt."""
+KERNEL_WORKSPACE = 1 << 23
+"""Partial sums of the NVFP4 kernels (``kernels.fp4_linear.workspace``)."""
+LOGITS_HELD = 3
+"""Float32 copies of a chunk of logits that exist at once, in the trainer and in the sampler."""
+CHUNK_LOGITS = 1 << 24
+"""Logits of a chunk (``kernels.token_logprobs``)."""
+PREFILL_TOKENS = 8192
+"""Most prompt tokens of one prefill pass (``rollout.engine``)."""
+CAST_ELEMENTS = 1 << 25
+"""Weights that quantizing at load works on at once, in float32 and some copies."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ledger:
+    """Predicted bytes."""
+
+    after_load: ClassVar[tuple[str, ...]] = ("optimizer", "masters")
+    """Resident owners that do not exist yet while weights are loaded."""
+    resident: Mapping[str, int]
+    """Owner -> bytes that are there in every phase."""
+    phases: Mapping[str, Mapping[str, int]]
+    """Phase -> owner -> bytes that the phase brings."""
+
+    def total(self, phase: str) -> int:
+        """Bytes of a phase at its peak."""
+        later = self.after_load if phase == "load" else ()
+        resident = sum(size for owner, size in self.resident.items() if owner not in later)
+        return resident + sum(self.phases[phase].values())
+
+    @property
+    def peak_phase(self) -> str:
+        """The phase that needs most."""
+        return max(PHASES, key=self.total)
+
+    @property
+    def peak(self) -> int:
+        """Bytes of the phase that needs most."""
+        return self.total(self.peak_phase)
+
+    def owners(self) -> dict[str, int]:
+        """Owner -> the most bytes it has in any phase."""
+        found = dict(self.resident)
+        for brought in self.phases.values():
+            for owner, size in brought.items():
+                found[owner] = max(found.get(owner, 0), size)
+        return found
+
+
+def predict(config: Config, spec: ModelSpec, *, device_type: str) -> Ledger:
+    """The ledger of a training run.
+
+    Args:
+        config: the run's configuration; what ``auto`` leaves open counts as the setting that needs most memory.
+        spec: the model's shapes.
+        device_type: ``cpu`` or ``cuda``; decides ``dense_cache: auto``. Working memory is that of a GPU's kernels.
+
+    Raises:
+        ConfigError: ``aqn.sites`` names a norm that the model does not have.
+    """
+    itemsize = ITEMSIZE[config.model.dtype]
+    stored = shapes.stored_groups(config, spec)
+    biases = spec.num_layers * sum(group.out_features for group in spec.groups() if group.bias)
+    tensors = shapes.trained_tensors(spec, config)
+    adapters = sum(tensors.get("adapters", ()))
+    trained = [size for part in tensors.values() for size in part]
+    gradients = 4 * sum(trained)
+    resident = {
+        "base_weights": shapes.weight_bytes(stored, itemsize) + biases * itemsize,
+        "dense_cache": shapes.dense_cache_elements(config, spec, stored, device_type) * itemsize,
+        "embeddings": spec.vocab_size * spec.hidden_size * itemsize + shapes.head_bytes(config, spec, itemsize),
+        "norms": 4 * (2 if config.objective.kl_coef > 0 else 1) * shapes.norm_parameters(spec),
+        "tables": 2 * 4 * spec.max_positions * spec.head_dim,
+        "adapters": 4 * adapters,
+        "adapter_copies": itemsize * adapters if itemsize < 4 else 0,
+        "masters": 4 * sum(tensors.get("weights", ())) if itemsize < 4 else 0,
+        "optimizer": sum(shapes.moment_bytes(size, config.optim.name) for size in trained),
+        "workspace": _workspace(stored) if device_type == "cuda" else 0,
+    }
+    phases: dict[str, dict[str, int]] = {
+        "load": {"working": _loading(config, spec, itemsize)},
+        "rollout": {
+            "kv_cache": _kv_cache(config, spec, itemsize),
+            "noise": _rollout_noise(config, spec),
+            "working": _sampling(config, spec, itemsize),
+        },
+        "logprobs": {"working": _scoring(config, spec, itemsize)},
+        "backward": {
+            "gradients": gradients,
+            "activations": _activations(config, spec, itemsize, device_type),
+            "working": _backward_working(config, spec, itemsize, device_type),
+        },
+        "optimizer": {"gradients": gradients},
+    }
+    return Ledger(resident=resident, phases=phases)
+
+
+def micro_batch_tokens(config: Config) -> int:
+    """T: most tokens of one micro-batch; the budget, or all that a mini-batch can have."""
+    groups = -(-config.rollout.prompts_per_step // config.optim.updates_per_rollout)
+    longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
+    return min(config.train.token_budget, groups * config.rollout.group_size * longest)
+
+
+def _workspace(stored: Sequence[StoredGroup]) -> int:
+    """The scratch is bfloat16, and as large as the largest weight it serves."""
+    tiled = [rows * columns for name, (rows, columns), _ in stored if name == "nvfp4"]
+    return CUDA_WORKSPACE + (KERNEL_WORKSPACE + 2 * max(tiled) if tiled else 0)
+
+
+def _kv_cache(config: Config, spec: ModelSpec, itemsize: int) -> int:
+    """One slot more than is decoded at once: a prompt is computed there for the answers that share it."""
+    longest = config.rollout.max_prompt_tokens + max(config.rollout.max_new_tokens, config.eval.max_new_tokens or 0)
+    return 2 * spec.num_layers * (config.decode_slots + 1) * longest * spec.kv_size * itemsize
+
+
+def _rollout_noise(config: Config, spec: ModelSpec) -> int:
+    """Draws of the running answers, float32, where each has its own."""
+    if config.aqn.scope not in ("group", "response"):
+        return 0
+    return 4 * config.decode_slots * shapes.noise_width(config, spec)
+
+
+def _loading(config: Config, spec: ModelSpec, itemsize: int) -> int:
+    """The largest group as read, and stacked; while it is quantized, float32 copies of a slice of it."""
+    largest = shapes.largest_group(spec)
+    return 2 * largest * 2 + 6 * 4 * min(largest, CAST_ELEMENTS)
+
+
+def _sampling(config: Config, spec: ModelSpec, itemsize: int) -> int:
+    """Logits of one decode step in float32, or one prefill pass, whichever is more."""
+    prompts = config.rollout.prompts_per_step * config.rollout.max_prompt_tokens
+    tokens = min(PREFILL_TOKENS, prompts)
+    logits = LOGITS_HELD * 4 * config.decode_slots * spec.vocab_size
+    return max(logits, _forward_values(spec) * tokens * itemsize + _unpacked(config, spec, itemsize))
+
+
+def _scoring(config: Config, spec: ModelSpec, itemsize: int) -> int:
+    """A pass without gradients, where there is one: the widest moment of a layer, or a chunk of logits."""
+    if config.objective.denominator != "recomputed" and config.objective.kl_coef == 0:
+        return 0
+    tokens = micro_batch_tokens(config)
+    layer = _forward_values(spec) * tokens * itemsize + _unpacked(config, spec, itemsize)
+    return max(layer, _head_working(spec, tokens, itemsize))
+
+
+def _forward_values(spec: ModelSpec) -> int:
+    """Values a token at the widest moment of a layer without gradients: gate, up and their product, the stream and two more."""
+    return 3 * spec.intermediate_size + 4 * spec.hidden_size
+
+
+def _unpacked(config: Config, spec: ModelSpec, itemsize: int) -> int:
+    """One dequantized weight, for products of many tokens, of a format that has no scratch: in float32, then in the compute type."""
+    formats = {config.quant.format, *config.quant.overrides.values(), spec.stored_format or "bf16"}
+    return shapes.largest_group(spec) * (4 + itemsize) if formats - {"bf16", "nvfp4"} else 0
+
+
+def _head_working(spec: ModelSpec, tokens: int, itemsize: int) -> int:
+    """Chunks of logits, and the answers' hidden states with their gradient."""
+    chunk = min(CHUNK_LOGITS, tokens * spec.vocab_size)
+    return LOGITS_HELD * 4 * chunk + 2 * tokens * spec.hidden_size * itemsize
+
+
+def kept_values(config: Config, spec: ModelSpec) -> int:
+    """Values a token that autograd keeps of one layer, in the compute type, by counting the tensors of ``model/decoder.py``.
+
+    Two streams and two normed inputs (4 D); q, k and v as projected, since v is a view of them (q + 2 kv), q and k rotated
+    (q + kv), attention's output (q); gate and up (2 F) and their product (F); in LoRA mode the shrunk inputs (rank a target).
+    Independent noise draws need a normed input a projection (5 instead of 2). Selective checkpointing makes the normed inputs and the
+    product again.
+    """
+    hidden, inner, q, kv = spec.hidden_size, spec.intermediate_size, spec.q_size, spec.kv_size
+    independent = config.aqn.enabled and config.aqn.sharing == "independent"
+    normed = (5 if independent else 2) * hidden
+    again = normed + inner if config.train.checkpointing == "selective" else 0
+    shrunk = config.lora.rank * len(config.lora.targets) if config.train.mode == "lora" else 0
+    return 2 * hidden + normed + 3 * q + 3 * kv + 3 * inner + shrunk - again
+
+
+def _layer_bytes(config: Config, spec: ModelSpec, itemsize: int, device_type: str) -> int:
+    """Bytes a token of one layer kept whole: values, a float32 a norm and a head; the CPU also keeps noise that differs by token."""
+    size = kept_values(config, spec) * itemsize + 4 * (2 + spec.num_heads)
+    differs = config.aqn.scope != "rollout" or config.aqn.prompt == "clean"
+    if differs and device_type == "cpu":
+        size += 4 * shapes.noise_width(config, spec) // spec.num_layers
+    return size
+
+
+def _activations(config: Config, spec: ModelSpec, itemsize: int, device_type: str) -> int:
+    """Kept by one micro-batch: the layers, or the stream before each (one, where they wait on the host), and the last
+    norm's input, its output and the answers' share of it."""
+    stream = spec.hidden_size * itemsize
+    if config.train.checkpointing != "full":
+        layers = spec.num_layers * _layer_bytes(config, spec, itemsize, device_type)
+    else:
+        layers = stream * (1 if config.train.activation_offloading else spec.num_layers)
+    return micro_batch_tokens(config) * (layers + 3 * stream)
+
+
+def _backward_working(config: Config, spec: ModelSpec, itemsize: int, device_type: str) -> int:
+    """The most of: the chunks of logits, and one layer's gradients (those of gate and up are the widest), on top of that layer
+    computed again under full checkpointing."""
+    tokens = micro_batch_tokens(config)
+    inner, hidden = spec.intermediate_size, spec.hidden_size
+    flow = (2 * inner + 2 * hidden) * tokens * itemsize + _unpacked(config, spec, itemsize)
+    if config.train.mode == "full":
+        flow += 4 * shapes.largest_group(spec)
+    again = _layer_bytes(config, spec, itemsize, device_type) * tokens if config.train.checkpointing == "full" else 0
+    return max(_head_working(spec, tokens, itemsize), again + flow)

@@ -1,0 +1,114 @@
+"""Bytes that exist: tensors by owner, and what the allocator and the system say, by phase."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from qerl.model.decoder import Decoder, DecoderLayer
+
+
+def measure_resident(
+    model: Decoder, *, masters: Iterable[Tensor] = (), moments: Iterable[Tensor] = ()
+) -> dict[str, int]:
+    """Bytes of the tensors that exist, under the owners that outlive a phase. A tensor is counted once.
+
+    Args:
+        model: the shared decoder.
+        masters: float32 copies that the optimizer keeps of narrower weights.
+        moments: the optimizer's state; without it the owner is left out.
+    """
+    linears = list(model.grouped_linears())
+    adapters = [p for linear in linears if linear.lora is not None for p in linear.lora.parameters()]
+    head = [model.lm_head] if model.packed_head is None else list(model.packed_head.tensors.values())
+    norms = [p for name, p in model.named_parameters() if name.endswith("norm")]
+    layers = [layer for layer in model.layers if isinstance(layer, DecoderLayer)]
+    references = [norm for layer in layers for norm in layer.reference_norms.values()]
+    owners = {
+        "base_weights": sum(linear.weight.nbytes() for linear in linears) + _bytes(linear.bias_O for linear in linears),
+        "dense_cache": _bytes([model.dense_head, *(x.dense_OI for x in linears if x.weight.format != "bf16")]),
+        "embeddings": _bytes([model.embed_tokens, *head]),
+        "norms": _bytes([*norms, *references]),
+        "tables": _bytes([model.rope_cos, model.rope_sin]),
+        "adapters": _bytes(adapters),
+        "masters": _bytes(masters),
+    }
+    held = _bytes(moments)
+    return owners | {"optimizer": held} if held else owners
+
+
+def _bytes(tensors: Iterable[Tensor | None]) -> int:
+    distinct = {id(tensor): tensor for tensor in tensors if tensor is not None}
+    return sum(tensor.numel() * tensor.element_size() for tensor in distinct.values())
+
+
+def process_bytes() -> dict[str, int]:
+    """Current and peak resident set of this process in bytes."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    statm = Path("/proc/self/statm")
+    current = int(statm.read_text().split()[1]) * resource.getpagesize() if statm.exists() else peak
+    return {"rss": current, "rss_peak": peak}
+
+
+def device_bytes(device: torch.device) -> dict[str, int]:
+    """Allocator figures of a CUDA device in bytes; empty for the CPU."""
+    if device.type != "cuda":
+        return {}
+    return {
+        "allocated": torch.cuda.memory_allocated(device),
+        "allocated_peak": torch.cuda.max_memory_allocated(device),
+        "reserved": torch.cuda.memory_reserved(device),
+        "reserved_peak": torch.cuda.max_memory_reserved(device),
+    }
+
+
+@dataclass(slots=True)
+class PhasePeaks:
+    """Peaks of a CUDA device between the borders of phases; on the CPU nothing is known and nothing is kept.
+
+    Torch's own peak counters are started anew at each border, so they hold the last phase's peak afterwards; ``overall`` is the run's.
+    """
+
+    device: torch.device
+    step: dict[str, dict[str, int]] = field(default_factory=dict)
+    """Phase -> peaks of this step."""
+    run: dict[str, dict[str, int]] = field(default_factory=dict)
+    """Phase -> highest peaks so far."""
+
+    def begin(self) -> None:
+        """A phase begins: what came before is nobody's."""
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+
+    def end(self, phase: str) -> None:
+        """A phase ends: its peaks since ``begin`` are kept."""
+        figures = device_bytes(self.device)
+        if figures:
+            self.note(phase, allocated=figures["allocated_peak"], reserved=figures["reserved_peak"])
+
+    def note(self, phase: str, *, allocated: int, reserved: int) -> None:
+        """Keep the larger of what was and what is."""
+        for kept in (self.step, self.run):
+            peaks = kept.setdefault(phase, {"allocated": 0, "reserved": 0})
+            peaks["allocated"] = max(peaks["allocated"], allocated)
+            peaks["reserved"] = max(peaks["reserved"], reserved)
+
+    def end_step(self) -> dict[str, dict[str, int]]:
+        """Peaks of the step that ends; the next begins with none."""
+        ended, self.step = self.step, {}
+        return ended
+
+    @property
+    def overall(self) -> dict[str, int]:
+        """Highest peaks of the run; empty where nothing is known."""
+        return {
+            f"{kind}_peak": max(peaks[kind] for peaks in self.run.values())
+            for kind in ("allocated", "reserved")
+            if self.run
+        }

@@ -1,0 +1,111 @@
+"""Whether a run fits in memory, before any weight is read: the text of ``qerl plan`` and of the refusal."""
+
+from __future__ import annotations
+
+from io import StringIO
+
+from rich.console import Console
+from rich.table import Table
+
+from qerl import memory
+from qerl.config.schema import Config
+from qerl.memory import GB, PHASES, Budget
+from qerl.model.spec import ModelSpec
+from qerl.train.session import check_lengths, require_model_path, resolve_device
+
+
+def settle_memory(config: Config) -> Config:
+    """The configuration with ``train.checkpointing=auto`` decided for its device.
+
+    Raises:
+        MemoryBudgetError: the plan exceeds the budget (``train.memory_budget``, or the device's memory).
+    """
+    device = resolve_device(config.model.device)
+    spec = ModelSpec.from_folder(require_model_path(config))
+    budget = memory.budget_of(config, device)
+    config = memory.resolve(config, spec, budget, device_type=device.type)
+    text = memory_text(config, spec, budget, device_type=device.type) if budget is not None else ""
+    memory.check_budget(config, spec, budget, device_type=device.type, text=text)
+    return config
+
+
+def plan(config: Config, *, gpu: str | None = None, width: int = 100) -> tuple[str, bool]:
+    """The memory plan of a run as text, and whether it fits. Reads the model's ``config.json`` alone.
+
+    Args:
+        config: the run's configuration; of the model, ``model.path`` must hold a ``config.json``.
+        gpu: memory of the GPU to plan for, such as ``24GB``; None plans for ``model.device``.
+        width: columns of the text.
+
+    Raises:
+        ConfigError: no size, or what would stop the run before its first step.
+        CheckpointError: no ``config.json``, or a model that is not supported.
+    """
+    spec = ModelSpec.from_folder(require_model_path(config))
+    check_lengths(config, spec)
+    if gpu is None:
+        device = resolve_device(config.model.device)
+        device_type, budget = device.type, memory.budget_of(config, device)
+    else:
+        device_type, budget = "cuda", memory.parse_size(gpu)
+    config = memory.resolve(config, spec, budget, device_type=device_type)
+    peak = memory.predict(config, spec, device_type=device_type).peak
+    return memory_text(
+        config, spec, budget, device_type=device_type, width=width
+    ), budget is None or peak <= budget.size
+
+
+def memory_text(config: Config, spec: ModelSpec, budget: Budget | None, *, device_type: str, width: int = 100) -> str:
+    """The ledger by phase, the verdict, the largest sequences and lengths that fit, and what each setting buys."""
+    ledger = memory.predict(config, spec, device_type=device_type)
+    out = StringIO()
+    console = Console(file=out, width=width, highlight=False)
+    console.print(_ledger_table(ledger, device_type))
+    console.print(
+        f"checkpointing {config.train.checkpointing}; peak: {ledger.peak_phase}, {ledger.peak / GB:.2f} GB",
+        markup=False,
+    )
+    if budget is not None:
+        room = budget.size - ledger.peak
+        verdict = f"fits, {room / GB:.2f} GB to spare" if room >= 0 else f"DOES NOT FIT, {-room / GB:.2f} GB too much"
+        console.print(f"budget: {budget.size / GB:.2f} GB ({budget.source}): {verdict}", markup=False)
+        console.print(_limits_table(memory.limits(config, spec, budget, device_type=device_type)))
+    console.print(_options_table(memory.options(config, spec, budget, device_type=device_type), ledger.peak))
+    return out.getvalue()
+
+
+def _ledger_table(ledger: memory.Ledger, device_type: str) -> Table:
+    """Owners by phase; a dot where an owner is not there."""
+    table = Table("owner", title=f"Predicted memory, GB ({device_type}; 1 GB = 1e9 bytes)")
+    for phase in PHASES:
+        table.add_column(phase, justify="right")
+    for name, size in ledger.resident.items():
+        if size:
+            later = name in memory.Ledger.after_load
+            table.add_row(name, *("·" if later and phase == "load" else _gb(size) for phase in PHASES))
+    for name in dict.fromkeys(name for brought in ledger.phases.values() for name in brought):
+        sizes = [ledger.phases[phase].get(name, 0) for phase in PHASES]
+        if any(sizes):
+            table.add_row(name, *(_gb(size) if size else "·" for size in sizes))
+    table.add_row("sum", *(_gb(ledger.total(phase)) for phase in PHASES), style="bold")
+    return table
+
+
+def _limits_table(limits: list[memory.Limit]) -> Table:
+    table = Table("setting", "now", "most that fits", title="Largest, one at a time")
+    for limit in limits:
+        table.add_row(limit.setting, f"{limit.now:,}", "none" if limit.largest is None else f"{limit.largest:,}")
+    return table
+
+
+def _options_table(options: list[memory.Option], peak: int) -> Table:
+    table = Table(
+        "setting", "peak", "less by", "then the peak is", "price", title="What would need less, one at a time"
+    )
+    for option in options:
+        table.add_row(option.change, _gb(option.peak), _gb(peak - option.peak), option.phase, option.price)
+    return table
+
+
+def _gb(size: float) -> str:
+    return f"{size / GB:.3f}"

@@ -1,0 +1,83 @@
+"""What is predicted to be kept for the backward pass against what autograd keeps, and against what the allocator hands out."""
+
+import pytest
+import torch
+from memory_builders import configured
+from tiny_models import load_tiny, random_tokens, randomize_adapters, write_tiny
+
+from qerl.config.schema import LoraConfig
+from qerl.memory.ledger import kept_values
+from qerl.model.aqn import NoiseState
+from qerl.model.attention import PackedSequences
+
+LENGTH, COUNT = 64, 4
+TOKENS = LENGTH * COUNT
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("tiny")
+    write_tiny(path, "llama-plain", max_position_embeddings=64, intermediate_size=160)
+    return path
+
+
+def kept_storages(model, call):
+    """Distinct storages that the graph of one pass holds, weights and tables left out: bytes."""
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    own |= {buffer.untyped_storage().data_ptr() for buffer in model.buffers()}
+    own |= {t.untyped_storage().data_ptr() for x in model.grouped_linears() for t in x.weight.tensors.values()}
+    storages = {}
+
+    def pack(tensor):
+        storages[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        call().square().sum()
+    return sum(
+        tensor.untyped_storage().nbytes()
+        for address, tensor in storages.items()
+        if address not in own and tensor.is_floating_point()
+    )
+
+
+@pytest.mark.parametrize("mode", ["lora", "full"])
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
+def test_kept_bytes_are_the_counted_values(folder, mode, checkpointing):
+    lora = LoraConfig(rank=4) if mode == "lora" else None
+    model = load_tiny(folder, lora=lora, full=mode == "full")
+    if lora is not None:
+        randomize_adapters(model)
+    settings = ["lora.rank=4"] if mode == "lora" else ["train.mode=full", "quant.format=bf16"]
+    config = configured(*settings, "model.dtype=float32", f"train.checkpointing={checkpointing}", "aqn.enabled=false")
+    tokens = torch.cat(random_tokens((LENGTH,) * COUNT))
+    context = PackedSequences(torch.arange(0, TOKENS + 1, LENGTH))
+
+    def of_layers(count):
+        """Bytes kept by a pass over the first layers of the model."""
+        layers, model.layers = model.layers, model.layers[:count]
+        try:
+            return kept_storages(model, lambda: model(tokens, context, checkpointing=checkpointing))
+        finally:
+            model.layers = layers
+
+    spec = model.spec
+    kept = of_layers(3) - of_layers(2)
+    if checkpointing == "full":
+        assert kept == 4 * TOKENS * spec.hidden_size
+        return
+    # Beside the values: one number a norm and one a head (log-sum-exp), float32.
+    expected = 4 * TOKENS * (kept_values(config, spec) + 2 + spec.num_heads)
+    assert kept == pytest.approx(expected, rel=0.06)
+
+
+def test_selective_checkpointing_keeps_less_and_needs_no_noise_kept(folder):
+    model = load_tiny(folder, lora=LoraConfig(rank=4))
+    noise = NoiseState(seed=0, rollout=1, stage=1, sigma=0.05, sites=("attn_norm", "mlp_norm")).materialize(model)
+    tokens = torch.cat(random_tokens((LENGTH,) * COUNT))
+    context = PackedSequences(torch.arange(0, TOKENS + 1, LENGTH))
+    sizes = [
+        kept_storages(model, lambda mode=mode: model(tokens, context, noise=noise, checkpointing=mode))
+        for mode in ("none", "selective", "full")
+    ]
+    assert sizes[0] > 1.3 * sizes[1] > 1.3 * sizes[2]

@@ -1,0 +1,143 @@
+"""Budgets, limits and what each setting buys."""
+
+import json
+
+import pytest
+import torch
+from memory_builders import GRPO_STEP, configured, qwen, qwen_config
+from typer.testing import CliRunner
+
+from qerl import memory
+from qerl.cli import app
+from qerl.errors import ConfigError, MemoryBudgetError
+from qerl.memory.advice import changed, largest_that
+from qerl.train.fit import plan, settle_memory
+
+GB = 1e9
+
+
+def budget(gigabytes):
+    return memory.Budget(size=int(gigabytes * GB), source="test")
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("24GB", 22.08e9), ("80 gb", 73.6e9), ("48", 44.16e9), ("24GiB", 0.92 * 24 * 2**30)]
+)
+def test_a_card_leaves_room_for_the_context(text, size):
+    assert memory.parse_size(text).size == int(size)
+
+
+@pytest.mark.parametrize("text", ["large", "0GB", "-3GB", "24TB", ""])
+def test_what_is_no_size_is_refused(text):
+    with pytest.raises(ConfigError, match="not a size of memory"):
+        memory.parse_size(text)
+
+
+def test_budgets_by_setting_and_device():
+    cpu = torch.device("cpu")
+    assert memory.budget_of(configured(), cpu) is None
+    assert memory.budget_of(configured("train.memory_budget=off"), cpu) is None
+    assert memory.budget_of(configured("train.memory_budget=7.5"), cpu).size == int(7.5e9)
+
+
+def test_auto_takes_the_first_way_of_checkpointing_that_fits():
+    settings = [s for s in GRPO_STEP if "checkpointing" not in s]
+    spec, peaks = qwen("7b"), {}
+    for way in ("none", "selective", "full"):
+        config = configured(*settings, f"train.checkpointing={way}")
+        peaks[way] = memory.predict(config, spec, device_type="cuda").peak / GB
+    assert peaks["none"] > peaks["selective"] > peaks["full"]
+    auto = configured(*settings)
+
+    def chosen(gigabytes):
+        bound = None if gigabytes is None else budget(gigabytes)
+        return memory.resolve(auto, spec, bound, device_type="cuda").train.checkpointing
+
+    assert chosen(None) == "none"
+    assert chosen(peaks["none"] + 0.01) == "none"
+    assert chosen(peaks["none"] - 0.01) == "selective"
+    assert chosen(peaks["selective"] - 0.01) == "full"
+    assert chosen(1.0) == "full"
+    fixed = configured(*settings, "train.checkpointing=none")
+    assert memory.resolve(fixed, spec, budget(1.0), device_type="cuda") == fixed
+
+
+@pytest.mark.parametrize("gigabytes", [16, 24, 44])
+def test_limits_are_the_largest_that_fit_and_one_more_does_not(gigabytes):
+    spec, config, bound = qwen("7b"), configured(*GRPO_STEP, "rollout.prompts_per_step=16"), budget(gigabytes)
+
+    def peak(setting, value):
+        return memory.predict(changed(config, setting, value), spec, device_type="cuda").peak
+
+    for limit in memory.limits(config, spec, bound, device_type="cuda"):
+        if limit.largest is None:
+            continue
+        assert peak(limit.setting, limit.largest) <= bound.size
+        tops = {"rollout.max_num_seqs": 128, "train.token_budget": 1 << 20, "rollout.max_new_tokens": 8192 - 128}
+        if limit.largest < tops[limit.setting]:
+            assert peak(limit.setting, limit.largest + 1) > bound.size
+
+
+def test_nothing_fits_a_budget_below_the_weights():
+    limits = memory.limits(configured(*GRPO_STEP), qwen("32b"), budget(10), device_type="cuda")
+    assert [limit.largest for limit in limits] == [None, None, None]
+
+
+def test_largest_that_by_hand():
+    assert largest_that(lambda value: value <= 37, 1, 100) == 37
+    assert largest_that(lambda value: True, 1, 100) == 100
+    assert largest_that(lambda value: False, 1, 100) is None
+    assert largest_that(lambda value: True, 5, 4) is None
+
+
+def test_options_are_true_and_sorted():
+    spec, config = qwen("7b"), configured(*GRPO_STEP)
+    found = memory.options(config, spec, None, device_type="cuda")
+    assert {option.change.split("=")[0] for option in found} >= {
+        "train.activation_offloading", "train.token_budget", "optim.name", "lora.rank", "quant.lm_head",
+    }  # fmt: skip
+    assert [option.peak for option in found] == sorted(option.peak for option in found)
+    now = memory.predict(config, spec, device_type="cuda").peak
+    for option in found:
+        key, _, text = option.change.partition("=")
+        value = {"True": True}.get(text, int(text) if text.isdigit() else text)
+        assert memory.predict(changed(config, key, value), spec, device_type="cuda").peak == option.peak < now
+
+
+@pytest.fixture
+def model(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(qwen_config("32b")))
+    return tmp_path
+
+
+def test_a_plan_needs_a_config_json_and_nothing_else(model):
+    config = configured(*GRPO_STEP, f"model.path={model}")
+    text, fits = plan(config, gpu="48GB")
+    assert fits and "fits" in text and "peak: backward" in text
+    text, fits = plan(config, gpu="24GB")
+    assert not fits and "DOES NOT FIT" in text and "none" in text
+
+
+def test_the_command_exits_with_one_where_the_plan_does_not_fit(model):
+    def run(*arguments):
+        return CliRunner().invoke(app, ["plan", *GRPO_STEP, f"model.path={model}", *arguments])
+
+    assert run("--gpu", "48GB").exit_code == 0
+    refused = run("--gpu", "24GB")
+    assert refused.exit_code == 1 and "DOES NOT FIT" in refused.output
+    assert run("--gpu", "small").exit_code == 2
+    assert run().exit_code == 0, "no bound on the CPU"
+
+
+def test_training_refuses_the_plan_with_the_same_text(model):
+    config = configured(
+        *GRPO_STEP, f"model.path={model}", "train.memory_budget=20", "data.train=arithmetic", "model.device=cpu"
+    )
+    with pytest.raises(MemoryBudgetError) as caught:
+        settle_memory(config)
+    text, fits = plan(config)
+    assert not fits and text in str(caught.value)
+    assert "train.memory_budget=20" in str(caught.value)
+    run = CliRunner().invoke(app, ["train", *GRPO_STEP, f"model.path={model}", "train.memory_budget=20", "data.train=arithmetic", "model.device=cpu"])  # fmt: skip
+    assert run.exit_code == 2
+    assert settle_memory(configured(*GRPO_STEP, f"model.path={model}", "train.memory_budget=off", "model.device=cpu"))

@@ -1,0 +1,120 @@
+"""The prediction against figures known beforehand, and against itself."""
+
+import pytest
+from memory_builders import GRPO_STEP, configured, qwen
+
+from qerl.memory import PHASES, predict, trained_tensors
+from qerl.memory.ledger import micro_batch_tokens
+
+GB = 1e9
+
+
+@pytest.mark.parametrize(("size", "paper", "bound"), [("7b", 12.8, 14), ("14b", 20.6, 24), ("32b", 36.0, 48)])
+def test_a_grpo_step_needs_what_was_worked_out_on_paper(size, paper, bound):
+    """The figures on paper keep a reserve of about a gigabyte."""
+    ledger = predict(configured(*GRPO_STEP), qwen(size), device_type="cuda")
+    assert ledger.peak_phase == "backward"
+    assert 0.87 * paper <= ledger.peak / GB <= paper
+    assert ledger.peak / GB < bound
+
+
+@pytest.mark.parametrize(
+    ("size", "linears", "vocabulary", "kv_token", "adapters"),
+    [("7b", 6.525e9, 2.180e9, 57_344, 80.7e6), ("32b", 31.21e9, 3.114e9, 262_144, 268.4e6)],
+)
+def test_owners_are_what_hand_arithmetic_gives(size, linears, vocabulary, kv_token, adapters):
+    config = configured(*GRPO_STEP)
+    ledger = predict(config, qwen(size), device_type="cuda")
+    assert ledger.resident["base_weights"] == pytest.approx(9 / 16 * linears, rel=2e-3)
+    assert ledger.resident["embeddings"] == pytest.approx(vocabulary, rel=1e-3)
+    assert ledger.resident["adapters"] == pytest.approx(4 * adapters, rel=1e-3)
+    assert ledger.resident["adapter_copies"] == pytest.approx(2 * adapters, rel=1e-3)
+    assert ledger.resident["optimizer"] == pytest.approx(8 * adapters, rel=5e-3)
+    assert ledger.phases["rollout"]["kv_cache"] == 9 * (128 + 2048) * kv_token
+
+
+def test_rank_32_on_a_square_matrix_of_4096_is_262144_parameters():
+    spec = qwen("7b")
+    one = trained_tensors(spec, configured("lora.rank=1", "lora.targets=[o_proj]", "lora.train_norms=false"))
+    assert sum(one["adapters"]) == spec.num_layers * 2 * 3584
+    assert one["norms"] == []
+
+
+def test_full_mode_costs_eighteen_bytes_a_weight_or_twelve():
+    spec = qwen("7b")
+    weights = 7.616e9
+    for name, expected in (("adamw", 18), ("adamw_8bit", 12)):
+        config = configured("train.mode=full", "quant.format=bf16", f"optim.name={name}", "train.token_budget=2048")
+        ledger = predict(config, spec, device_type="cuda")
+        total = sum(ledger.resident.values()) - ledger.resident["tables"] - ledger.resident["workspace"]
+        total += ledger.phases["backward"]["gradients"]
+        assert total / weights == pytest.approx(expected, rel=0.01)
+
+
+def test_phases_share_what_is_resident_and_nothing_else():
+    ledger = predict(configured(*GRPO_STEP, "aqn.scope=response"), qwen("7b"), device_type="cuda")
+    resident = sum(ledger.resident.values())
+    assert list(ledger.phases) == list(PHASES)
+    assert ledger.total("load") == (
+        resident - ledger.resident["optimizer"] - ledger.resident["masters"] + ledger.phases["load"]["working"]
+    )
+    for phase in PHASES[1:]:
+        assert ledger.total(phase) == resident + sum(ledger.phases[phase].values())
+    assert ledger.peak == max(ledger.total(phase) for phase in PHASES)
+    assert ledger.phases["rollout"]["noise"] == 4 * 8 * 28 * 2 * 3584
+    assert "gradients" not in ledger.phases["rollout"] and "kv_cache" not in ledger.phases["backward"]
+    assert ledger.owners()["working"] == max(brought.get("working", 0) for brought in ledger.phases.values())
+
+
+def test_a_pass_for_log_probs_exists_only_where_it_is_run():
+    spec = qwen("7b")
+    plain = predict(configured(*GRPO_STEP), spec, device_type="cuda")
+    for setting in ("objective.denominator=recomputed", "objective.kl_coef=0.1"):
+        other = predict(configured(*GRPO_STEP, setting), spec, device_type="cuda")
+        assert other.total("logprobs") > plain.total("logprobs")
+    assert plain.phases["logprobs"]["working"] == 0
+
+
+@pytest.mark.parametrize(
+    ("smaller", "phase"),
+    [
+        (("train.checkpointing=selective",), "backward"),
+        (("train.checkpointing=full",), "backward"),
+        (("train.token_budget=4352",), "backward"),
+        (("optim.name=adamw_8bit",), "optimizer"),
+        (("lora.rank=8",), "optimizer"),
+        (("quant.lm_head=fp8",), "rollout"),
+        (("rollout.max_num_seqs=4",), "rollout"),
+        (("rollout.max_new_tokens=1024",), "rollout"),
+    ],
+)
+def test_every_setting_that_saves_memory_saves_it(smaller, phase):
+    base = [setting for setting in GRPO_STEP if "checkpointing" not in setting]
+    spec = qwen("7b")
+    large = predict(configured(*base, "train.checkpointing=none"), spec, device_type="cuda")
+    small = predict(configured(*base, "train.checkpointing=none", *smaller), spec, device_type="cuda")
+    assert small.total(phase) < large.total(phase)
+
+
+def test_offloaded_layer_inputs_are_one_instead_of_one_a_layer():
+    spec = qwen("7b")
+    kept = predict(configured(*GRPO_STEP), spec, device_type="cuda")
+    moved = predict(configured(*GRPO_STEP, "train.activation_offloading=true"), spec, device_type="cuda")
+    stream = 8192 * 3584 * 2
+    assert kept.phases["backward"]["activations"] - moved.phases["backward"]["activations"] == 27 * stream
+
+
+def test_a_micro_batch_is_no_larger_than_what_there_is_to_learn_from():
+    assert micro_batch_tokens(configured(*GRPO_STEP)) == 8192
+    few = configured(
+        "rollout.prompts_per_step=2",
+        "rollout.group_size=2",
+        "rollout.max_prompt_tokens=10",
+        "rollout.max_new_tokens=90",
+    )
+    assert micro_batch_tokens(few) == 400
+    halves = configured(
+        "rollout.prompts_per_step=2", "rollout.group_size=2", "rollout.max_prompt_tokens=10",
+        "rollout.max_new_tokens=90", "optim.updates_per_rollout=2",
+    )  # fmt: skip
+    assert micro_batch_tokens(halves) == 200
