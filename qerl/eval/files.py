@@ -159,18 +159,14 @@ def _read_run(place: str) -> StoredEvaluation:
     name, _, step = place.rpartition(":")
     named = bool(name) and step.isdecimal() and not Path(place).exists()
     run = RunDir(name if named else place)
-    files = {}
-    if run.evaluations_dir.is_dir():
-        files = {
-            int(match[1]): match[0] for path in run.evaluations_dir.iterdir() if (match := _STEP.fullmatch(path.name))
-        }
-    wanted = int(step) if named else max(files, default=-1)
-    if wanted not in files:
+    steps = run.evaluation_steps()
+    wanted = int(step) if named else steps[-1] if steps else -1
+    if wanted not in steps:
         raise DataError(
             "there is no evaluation here",
             got=place,
-            expected=f"RUN:STEP with a step of {', '.join(map(str, sorted(files)))}"
-            if files
+            expected=f"RUN:STEP with a step of {', '.join(map(str, steps))}"
+            if steps
             else "a folder that `qerl eval --out` wrote, one of its parquet files, or a run folder with evaluations",
         )
     return StoredEvaluation(
@@ -200,6 +196,3 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
 def _file_part(name: str) -> str:
     """A name as part of a file name."""
     return re.sub(r"[^\w.-]+", "-", Path(name).stem if "/" in name else name).strip("-") or "evaluation"
-
-
-_STEP = re.compile(r"step-(\d+)\.jsonl")

@@ -36,6 +36,7 @@ from qerl.metrics.behavior import write_behavior
 from qerl.metrics.files import is_temporary, to_json, whole_file, write_json
 
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+_EVALUATION = re.compile(r"step-(\d+)\.jsonl")
 _NUMBERED = re.compile(r"(?:step|rollout)-(\d+)(?:\.\w+)?")
 
 
@@ -276,6 +277,11 @@ class RunDir:
         """Writes the answers of an evaluation after ``step``, one JSON line a question."""
         lines = [json.dumps(to_json(row), ensure_ascii=False, allow_nan=False) for row in rows]
         return self.write_text(self.evaluations_dir / f"step-{step:06d}.jsonl", "\n".join(lines) + "\n")
+
+    def evaluation_steps(self) -> list[int]:
+        """Steps after which there are evaluations, oldest first."""
+        found = [_EVALUATION.fullmatch(path.name) for path in _entries(self.evaluations_dir)]
+        return sorted(int(match[1]) for match in found if match)
 
     def read_evaluation(self, step: int) -> list[dict[str, Any]]:
         """The rows of an evaluation."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,8 @@ from qerl.config.schema import Config
 from qerl.config.yaml_io import parse_yaml
 from qerl.metrics.catalogue import ALARMS
 from qerl.metrics.run_dir import RunDir
-from qerl.report.samples import SampleSet, read_samples
+from qerl.report.questions import Questions, read_questions
+from qerl.report.samples import OUTCOMES, SampleSet, read_kernels, read_samples
 from qerl.report.text import flatten
 
 
@@ -33,6 +34,12 @@ class Evaluation:
     unparsable: float | None
     mean_length: float | None
     confidence: float
+    seconds: float | None = None
+    """Of training up to its step, evaluation and saving left out."""
+    tokens: float | None = None
+    """Prompt and answer tokens of training up to its step."""
+    noise: bool = False
+    """The policy was evaluated with noise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +57,10 @@ class RunData:
     summary: dict[str, Any]
     memory: dict[str, Any]
     samples: list[SampleSet]
+    kernels: dict[str, str]
+    """Operation -> implementation that ran, of the newest rollout whose records are kept."""
+    questions: Questions | None
+    """Held-out questions before and after; None where no evaluation is kept."""
     status: str
     """``finished``, ``interrupted`` or ``unfinished`` (no summary)."""
 
@@ -101,7 +112,7 @@ def read_run(path: str | Path, *, samples: bool = True) -> RunData:
 
     Args:
         path: the folder.
-        samples: also read sample answers, which takes longer than all the rest.
+        samples: also read answers and held-out questions, which takes longer than all the rest.
 
     Raises:
         RunFolderError: the folder holds no run, or one of its files is damaged beyond a half-written last line.
@@ -121,6 +132,8 @@ def read_run(path: str | Path, *, samples: bool = True) -> RunData:
         summary=summary,
         memory=run.read_json(run.memory_path) or {},
         samples=read_samples(run) if samples else [],
+        kernels=read_kernels(run) if samples else {},
+        questions=read_questions(run, OUTCOMES) if samples else None,
         status=str(summary.get("status", "unfinished")),
     )
 
@@ -137,7 +150,19 @@ def _evaluations(rows: list[dict[str, Any]], summary: Mapping[str, Any], config:
     for row in rows:
         if row.get("eval/accuracy") is not None:
             found.setdefault(int(row["step"]), _evaluation(int(row["step"]), row, "eval/", confidence))
-    return [found[step] for step in sorted(found)]
+    return [_with_cost(found[step], rows) for step in sorted(found)]
+
+
+def _with_cost(point: Evaluation, rows: list[dict[str, Any]]) -> Evaluation:
+    """``point`` with the seconds and tokens of the steps before it."""
+    before = [row for row in rows if 0 < row["step"] <= point.step]
+    seconds = [row["time/step"] for row in before if row.get("time/step") is not None]
+    tokens = [row["num_tokens"] for row in before if row.get("num_tokens") is not None]
+    return replace(
+        point,
+        seconds=math.fsum(seconds) if len(seconds) == len(before) else None,
+        tokens=tokens[-1] if tokens else 0 if point.step == 0 else None,
+    )
 
 
 def _evaluation(step: int, values: Mapping[str, Any], prefix: str, confidence: float) -> Evaluation:
@@ -152,6 +177,7 @@ def _evaluation(step: int, values: Mapping[str, Any], prefix: str, confidence: f
         unparsable=values.get(f"{prefix}unparsable"),
         mean_length=values.get(f"{prefix}mean_length"),
         confidence=confidence,
+        noise=bool((values.get("policy") or {}).get("noise")),
     )
 
 

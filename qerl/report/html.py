@@ -16,23 +16,24 @@ from qerl.report.plot_parts import Panel
 from qerl.report.plots import panels
 from qerl.report.plots_machine import STAGES
 from qerl.report.samples import OUTCOMES
+from qerl.report.three_questions import three_questions
 
 SECTIONS = (
-    ("learning", "Learning"),
+    ("quality", "Quality"),
     ("signal", "Learning signal"),
-    ("mismatch", "Trainer and engine"),
-    ("time", "Time"),
-    ("memory", "Memory"),
+    ("bytes", "Bytes and time"),
+    ("health", "Can the run be believed?"),
 )
 """Sections of figures: id and heading."""
 
 
-def write_report(run_path: str | Path, out_path: str | Path | None = None) -> Path:
+def write_report(run_path: str | Path, out_path: str | Path | None = None, *, target: float | None = None) -> Path:
     """Writes the report of a run, finished or not.
 
     Args:
         run_path: the run folder.
         out_path: the HTML file; None is ``report.html`` in the run folder.
+        target: accuracy that was set beforehand, as a fraction: when it was reached is stated.
 
     Returns:
         The file written.
@@ -42,12 +43,12 @@ def write_report(run_path: str | Path, out_path: str | Path | None = None) -> Pa
         MissingDependencyError: plotly or jinja2 is not installed.
     """
     run = RunDir.open(run_path)
-    target = Path(out_path).absolute() if out_path is not None else run.report_path
-    return run.write_text(target, render(read_run(run_path)))
+    path = Path(out_path).absolute() if out_path is not None else run.report_path
+    return run.write_text(path, render(read_run(run_path), target=target))
 
 
-def render(run: RunData) -> str:
-    """The text of the page."""
+def render(run: RunData, *, target: float | None = None) -> str:
+    """The text of the page; ``target`` as in ``write_report``."""
     jinja2, plotlyjs = _import_renderers()
     shown = panels(run)
     environment = jinja2.Environment(
@@ -55,6 +56,7 @@ def render(run: RunData) -> str:
     )
     environment.globals.update(interval=text.interval)
     environment.filters.update(percent=text.percent, points=text.points, plain=text.plain, size=text.size)
+    environment.filters.update(seconds=text.seconds, amount=text.count)
     template = environment.from_string(_asset("page.html"))
     return str(
         template.render(
@@ -66,6 +68,7 @@ def render(run: RunData) -> str:
             sections=[(id, title, [p for p in shown if p.section == id]) for id, title in SECTIONS],
             method=method_line(run),
             headline=headline(run),
+            cards=three_questions(run, target),
             tiles=tiles(run),
             warnings=warnings_of(run),
             policy=evaluation_policy(run),
@@ -247,9 +250,15 @@ def token_rows(run: RunData) -> list[tuple[str, str]]:
     """Token totals of the run."""
     stated = run.summary.get("tokens")
     if stated:
-        return [(str(name).replace("_", " "), f"{value:,.0f}") for name, value in text.flatten(stated).items()]
-    rows = [(name, sum(run.series(f"tokens/{name}")[1])) for name in ("prompt", "completion")]
-    return [(name, f"{value:,.0f}") for name, value in rows if value]
+        rows = [(f"{name} tokens".replace("_", " "), value) for name, value in text.flatten(stated).items()]
+    else:
+        sums = [(name, sum(run.series(f"tokens/{name}")[1])) for name in ("prompt", "completion")]
+        rows = [(f"{name} tokens", value) for name, value in sums if value]
+    per_step = run.series("tokens/completion")[1]
+    if len(per_step) > 1:
+        # Lengths drift, and seconds a step with them.
+        rows += [("answer tokens, first step", per_step[0]), ("answer tokens, last step", per_step[-1])]
+    return [(name, f"{value:,.0f}") for name, value in rows]
 
 
 def peak_rows(run: RunData) -> list[tuple[str, float]]:

@@ -97,6 +97,8 @@ def add_line(
         name=name,
         line={"color": f"var(--c-{color}{'-soft2' if smooth else ''})", "width": 1 if smooth else 2},
         hovertemplate=f"%{{y:{form}}}",
+        legendgroup=name,
+        showlegend=None if not smooth else False,
     )
     if smooth:
         window = max(5, len(steps) // 20) | 1
@@ -104,14 +106,15 @@ def add_line(
             x=list(steps),
             y=rounded(running_mean(values, window)),
             mode="lines",
-            name=f"mean of {window} steps",
+            name=f"{name}, mean of {window} steps",
+            legendgroup=name,
             line={"color": f"var(--c-{color})", "width": 2.2},
             hovertemplate=f"%{{y:{form}}}",
         )
 
 
 def add_band(
-    figure: go.Figure, steps: Sequence[int], low: Sequence[float], high: Sequence[float], name: str, color: str
+    figure: go.Figure, steps: Sequence[float], low: Sequence[float], high: Sequence[float], name: str, color: str
 ) -> None:
     edge = {"width": 0, "color": f"var(--c-{color})"}
     figure.add_scatter(x=list(steps), y=rounded(low), mode="lines", line=edge, hoverinfo="skip", showlegend=False)

@@ -75,7 +75,38 @@ def accuracy_panel(run: RunData) -> Panel | None:
         "Held-out points carry their interval over questions. Training answers are sampled with the training "
         "temperature and noise, so the two curves need not meet."
     )
-    return Panel(id="accuracy", section="learning", title="Accuracy", caption=caption, figure=figure, wide=True)
+    return Panel(id="accuracy", section="quality", title="Accuracy", caption=caption, figure=figure, wide=True)
+
+
+def progress_panel(run: RunData) -> Panel | None:
+    """Held-out accuracy against training time: what "sooner" means. Left out with fewer than two timed points."""
+    points = [point for point in run.evaluations if point.seconds is not None]
+    if len(points) < 2:
+        return None
+    minutes = max(point.seconds or 0.0 for point in points) >= 300
+    figure = new_figure(
+        xaxis={"title": f"{'minutes' if minutes else 'seconds'} of training"},
+        yaxis={"tickformat": ".0%", "title": "held-out accuracy"},
+    )
+    known = [point for point in points if point.low is not None and point.high is not None]
+    at = [(point.seconds or 0.0) / (60 if minutes else 1) for point in known]
+    if len(known) >= 2:
+        add_band(figure, at, [p.low or 0.0 for p in known], [p.high or 0.0 for p in known], "interval", "amber")
+    figure.add_scatter(
+        x=[(point.seconds or 0.0) / (60 if minutes else 1) for point in points],
+        y=[point.accuracy for point in points],
+        mode="lines+markers",
+        name="held-out accuracy",
+        line={"color": "var(--c-amber)", "width": 2},
+        marker={"size": 7, "color": "var(--c-amber)"},
+        customdata=[[point.step, point.tokens or 0] for point in points],
+        hovertemplate="%{y:.1%} (step %{customdata[0]}, %{customdata[1]:,.3s} tokens)",
+    )
+    caption = (
+        "The clock counts steps alone, evaluation and saving left out. It compares with another run only on the same machine, "
+        "alone on it."
+    )
+    return Panel(id="progress", section="quality", title="Accuracy against time", caption=caption, figure=figure)
 
 
 def reward_panel(run: RunData) -> Panel | None:
@@ -91,14 +122,14 @@ def reward_panel(run: RunData) -> Panel | None:
     add_band(figure, steps, low, high, "± 1 standard deviation", "teal")
     add_line(figure, steps, rewards, "reward", "teal", form=".3f")
     caption = "Mean over the scored answers of a step, with shaping. The band is the spread of single answers, not an error bar."
-    return Panel(id="reward", section="learning", title="Reward", caption=caption, figure=figure)
+    return Panel(id="reward", section="quality", title="Reward", caption=caption, figure=figure)
 
 
 def entropy_panel(run: RunData) -> Panel | None:
     return _single(
         run,
         "entropy",
-        section="learning",
+        section="signal",
         title="Entropy",
         unit="nats per token",
         color="violet",
@@ -140,7 +171,7 @@ def sigma_panel(run: RunData) -> Panel | None:
         caption += " Draws of all rollouts add up (mode accumulate); the line is the standard deviation of their sum."
     if run.setting("aqn.magnitude") not in (None, "absolute"):
         caption += f" Magnitude {run.setting('aqn.magnitude')}: in units of |w|."
-    return Panel(id="sigma", section="learning", title="Adaptive quantization noise", caption=caption, figure=figure)
+    return Panel(id="sigma", section="signal", title="Adaptive quantization noise", caption=caption, figure=figure)
 
 
 def length_panel(run: RunData) -> Panel | None:
@@ -158,7 +189,7 @@ def length_panel(run: RunData) -> Panel | None:
         add_level(figure, float(limit), "length limit", "amber")
         figure.update_layout(yaxis={"range": [0, 1.15 * limit]})
     caption = "Answers that touch the length limit are cut off and count as truncated."
-    return Panel(id="length", section="learning", title="Answer length", caption=caption, figure=figure)
+    return Panel(id="length", section="quality", title="Answer length", caption=caption, figure=figure)
 
 
 def groups_panel(run: RunData) -> Panel | None:
@@ -217,7 +248,7 @@ def gradient_panel(run: RunData) -> Panel | None:
         )
     caption = "The norm before clipping. A norm that grows while reward falls calls for a lower learning rate."
     return Panel(
-        id="gradient", section="signal", title="Gradient norm and learning rate", caption=caption, figure=figure
+        id="gradient", section="health", title="Gradient norm and learning rate", caption=caption, figure=figure
     )
 
 
@@ -237,19 +268,20 @@ def clip_panel(run: RunData) -> Panel | None:
     if top == 0.0:
         figure.update_layout(yaxis={"range": [0, 0.01]})
     caption = "Tokens whose gradient the clip stops. Near zero with one update per rollout; more with several."
-    return Panel(id="clip", section="signal", title="Clipped tokens", caption=caption, figure=figure)
+    return Panel(id="clip", section="health", title="Clipped tokens", caption=caption, figure=figure)
 
 
 _BUILDERS: tuple[Callable[[RunData], Panel | None], ...] = (
     accuracy_panel,
+    progress_panel,
     reward_panel,
-    entropy_panel,
-    probe_panel,
-    information_panel,
-    sigma_panel,
     length_panel,
     groups_panel,
     outcomes_panel,
+    entropy_panel,
+    sigma_panel,
+    probe_panel,
+    information_panel,
     diversity_panel,
     gradient_panel,
     clip_panel,

@@ -36,7 +36,7 @@ def probe_panel(run: RunData) -> Panel | None:
         "At the tokens of one fixed set of answers, so that only the policy changes from point to point, and runs that share "
         "the set can be compared. Full vocabulary, tempered, mean over tokens."
     )
-    return Panel(id="probe", section="learning", title="Entropy on the probe set", caption=caption, figure=figure)
+    return Panel(id="probe", section="signal", title="Entropy on the probe set", caption=caption, figure=figure)
 
 
 def information_panel(run: RunData) -> Panel | None:
@@ -48,7 +48,7 @@ def information_panel(run: RunData) -> Panel | None:
         "Mutual information I(O;Z) of the next token and the noise: how much a noise draw changes what is said, apart from "
         "making it more random. 0 without noise; may fall below 0 by its error."
     )
-    return Panel(id="information", section="learning", title="What noise changes", caption=caption, figure=figure)
+    return Panel(id="information", section="signal", title="What noise changes", caption=caption, figure=figure)
 
 
 def diversity_panel(run: RunData) -> Panel | None:
@@ -87,7 +87,7 @@ def causes_panel(run: RunData) -> Panel | None:
         "The same tokens scored twice, one thing changed at a time. The alarm lines are for kernels and formats alone; noise and "
         "updates are meant to move the policy."
     )
-    return Panel(id="causes", section="mismatch", title="Mismatch by cause", caption=caption, figure=figure)
+    return Panel(id="causes", section="health", title="Mismatch by cause", caption=caption, figure=figure)
 
 
 def canary_panel(run: RunData) -> Panel | None:
@@ -111,7 +111,7 @@ def canary_panel(run: RunData) -> Panel | None:
         "One short answer after every step. Its log-probs must move away from the base model's, and engine and trainer must "
         "agree on it; a fault of either stops the run."
     )
-    return Panel(id="canary", section="mismatch", title="Adapter canary", caption=caption, figure=figure)
+    return Panel(id="canary", section="health", title="Adapter canary", caption=caption, figure=figure)
 
 
 def perturbation_panel(run: RunData) -> Panel | None:
@@ -126,9 +126,7 @@ def perturbation_panel(run: RunData) -> Panel | None:
         "How far the noise on a norm moves the outputs of the projections that read it. Dependence of two projections at the last "
         f"measurement (1: they move together, 0: unrelated): {ties}."
     )
-    return Panel(
-        id="perturbation", section="mismatch", title="Noise at the projections", caption=caption, figure=figure
-    )
+    return Panel(id="perturbation", section="health", title="Noise at the projections", caption=caption, figure=figure)
 
 
 def _marked(figure: go.Figure, run: RunData, key: str, name: str, color: str, *, form: str) -> list[float]:

@@ -36,7 +36,7 @@ def probability_panel(run: RunData) -> Panel | None:
     caption = (
         "How far trainer and engine are apart on the chosen tokens, with the same parameters on both sides. Log scale."
     )
-    return Panel(id="probability", section="mismatch", title="Probability mismatch", caption=caption, figure=figure)
+    return Panel(id="probability", section="health", title="Probability mismatch", caption=caption, figure=figure)
 
 
 def logprob_panel(run: RunData) -> Panel | None:
@@ -56,7 +56,7 @@ def logprob_panel(run: RunData) -> Panel | None:
             hovertemplate="%{y:.2e}",
         )
     caption = "Rounding alone gives about 1e-6 in float32 and 1e-2 in bfloat16. Noise adds to it when the trainer's pass leaves it out."
-    return Panel(id="logprob", section="mismatch", title="Log-prob mismatch", caption=caption, figure=figure)
+    return Panel(id="logprob", section="health", title="Log-prob mismatch", caption=caption, figure=figure)
 
 
 def stages_panel(run: RunData) -> Panel | None:
@@ -77,7 +77,7 @@ def stages_panel(run: RunData) -> Panel | None:
         )
     averaged = "" if len(rows) <= MOST_BARS else f" Steps are averaged into {MOST_BARS} bars."
     caption = f"Where each step's wall time goes.{averaged}"
-    return Panel(id="stages", section="time", title="Time by stage", caption=caption, figure=figure, wide=True)
+    return Panel(id="stages", section="bytes", title="Time by stage", caption=caption, figure=figure, wide=True)
 
 
 def speed_panel(run: RunData) -> Panel | None:
@@ -92,7 +92,7 @@ def speed_panel(run: RunData) -> Panel | None:
     if not figure.data:
         return None
     caption = "Whole step: prompt and answer tokens over the time of the step. Lengths drift over a run, and throughput with them."
-    return Panel(id="speed", section="time", title="Throughput", caption=caption, figure=figure)
+    return Panel(id="speed", section="bytes", title="Throughput", caption=caption, figure=figure)
 
 
 def memory_panel(run: RunData) -> Panel | None:
@@ -114,4 +114,4 @@ def memory_panel(run: RunData) -> Panel | None:
             hovertemplate="%{x:.3g} MB",
         )
     caption = "By owner, on a log scale. An owner with one bar exists only during part of a step and is predicted, not measured."
-    return Panel(id="memory", section="memory", title="Memory by owner", caption=caption, figure=figure)
+    return Panel(id="memory", section="bytes", title="Memory by owner", caption=caption, figure=figure)

@@ -69,6 +69,15 @@ def read_samples(run: RunDir) -> list[SampleSet]:
     return [_sample_set(when, index, path) for when, (index, path) in chosen]
 
 
+def read_kernels(run: RunDir) -> dict[str, str]:
+    """Which implementation of each operation ran in the newest rollout that is kept; empty when none is."""
+    paths = run.rollout_paths()
+    if not paths:
+        return {}
+    rows = read_behavior(paths[-1][1], ("kernels",))
+    return dict(rows[0]["kernels"]) if rows else {}
+
+
 def _sample_set(when: str, index: int, path: Path) -> SampleSet:
     rows = read_behavior(path, COLUMNS)
     counts = Counter(row["outcome"] for row in rows)

@@ -55,6 +55,8 @@ def write_fake_run(
         if step in (1, done // 2, done):
             run.write_rollout_parquet(step - 1, behavior_rows(step - 1, logistic(step, steps), rng))
             run.write_completions_text(step, "A readable answer.\n")
+    for step in {0, done}:
+        run.write_evaluation(step, question_rows(0.44 if step == 0 else 0.9))
     write_memory(run)
     if finished:
         write_summary(run, steps, tokens)
@@ -242,6 +244,40 @@ def behavior_row(rollout: int, key: int, first: int, second: int, outcome: str, 
         "kernels": {"fp4_linear": "reference"},
         "cache_state": "empty",
     }
+
+
+def question_rows(accuracy: float, count: int = 40) -> list[dict[str, Any]]:
+    """Held-out questions of an evaluation; which are right depends on the accuracy, so that some are gained and some lost."""
+    rows = []
+    for index in range(count):
+        first, second = 5 + 3 * index, 2 + (7 * index) % 41
+        right = (index * 0.37) % 1.0 < accuracy and index % 13 != 5 * (accuracy > 0.5)
+        silent = not right and index % 5 == 1
+        said = first + second if right else first - second
+        text = (
+            f"Ann had {first} & got {second}, so she has <b>many</b>."
+            if silent
+            else f"{first} + {second} = {said}. The answer is \\boxed{{{said}}}."
+        )
+        rows.append(
+            {
+                "id": f"test-{index:03d}",
+                "question": f"Ann has {first} apples and buys {second} more. How many apples does she have?",
+                "answer": str(first + second),
+                "accuracy": float(right),
+                "answers": [
+                    {
+                        "text": text,
+                        "parsed": None if silent else str(said),
+                        "outcome": "correct" if right else "unparsable" if silent else "wrong",
+                        "tokens": len(text) // 3,
+                        "stop_reason": "stop",
+                        "note": None,
+                    }
+                ],
+            }
+        )
+    return rows
 
 
 def write_memory(run: RunDir) -> None:
