@@ -63,15 +63,15 @@ def _bytes(run: RunData) -> Question:
         lines.append(f"Linear layers are held in {text.size(weights)} as {name.upper()}{plain}.")
     if copies:
         lines.append(f"Products read dequantized copies of {text.size(copies)}, not the packed weights.")
+    reference = run.kernels.get("fp4_linear") == "reference" and not copies
+    if reference and bits is not None:
+        lines.append("The reference kernel dequantizes the weights for every product.")
     share = generation_share(run)
     if share is not None:
         lines.append(
             f"Generation takes {share:.0%} of a step: made twice as fast, the step would be {1 / (1 - share / 2):.2f}× as fast, "
             f"and at most {_most(share)} however fast."
         )
-    reference = run.kernels.get("fp4_linear") == "reference" and not copies
-    if reference and bits is not None:
-        lines.append("The reference kernel dequantizes the weights for every product.")
     if bits is None:
         answer = "Not quantized: the baseline for others."
     elif copies:

@@ -5,7 +5,7 @@ import sys
 from html.parser import HTMLParser
 
 import pytest
-from fake_run import behavior_row, write_fake_run
+from fake_run import behavior_row, question_rows, write_fake_run
 
 from qerl.errors import MissingDependencyError, RunFolderError
 from qerl.metrics.run_dir import RunDir
@@ -134,10 +134,12 @@ def test_settings_memory_time_and_warnings_are_shown(page):
 
 def test_answers_carry_their_outcome_for_the_filters(page):
     cards = [a for tag, a in page.attributes if tag == "article"]
-    buttons = {a["data-value"] for tag, a in page.attributes if tag == "button" and a["data-kind"] == "outcome"}
+    buttons = {a["data-value"] for tag, a in page.attributes if tag == "button" and a.get("data-kind") == "outcome"}
     assert {card["data-when"] for card in cards} == {"early", "late"}
     assert {card["data-outcome"] for card in cards} <= buttons
-    assert "early" in {a["data-value"] for tag, a in page.attributes if tag == "button" and a["data-kind"] == "when"}
+    assert "early" in {
+        a["data-value"] for tag, a in page.attributes if tag == "button" and a.get("data-kind") == "when"
+    }
 
 
 HOSTILE = "</script><script>alert(1)</script> {{ 7 * 7 }} \u2028 <img src=x onerror=alert(2)> & \x00"
@@ -150,10 +152,15 @@ def test_text_of_models_and_data_stays_text(tmp_path):
     rows = [behavior_row(5, key, 3, 4, "wrong", random.Random(0)) for key in range(4)]
     rows[0] |= {"text": HOSTILE, "question": HOSTILE, "parsed": HOSTILE, "answer": HOSTILE}
     run.write_rollout_parquet(5, rows)
+    questions = question_rows(0.9)
+    questions[0] |= {"question": HOSTILE, "answer": HOSTILE}
+    questions[0]["answers"][0] |= {"text": HOSTILE, "parsed": HOSTILE}
+    run.write_evaluation(6, questions)
     summary = run.read_json("summary.json")
     run.write_json("summary.json", summary | {"warnings": [HOSTILE], "run": HOSTILE, "model": HOSTILE})
     page = Page(render(read_run(run.path)))
-    assert len(page.scripts) == 3
+    # Questions, figures, plotly and the page's own.
+    assert len(page.scripts) == 4
     assert not [tag for tag, _ in page.attributes if tag == "img"]
     assert page.text.count("{{ 7 * 7 }}") >= 5
 

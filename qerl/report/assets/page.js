@@ -106,7 +106,7 @@
     );
     const list = document.getElementById("question-list");
     const more = document.getElementById("more-questions");
-    const page = 12;
+    const page = window.innerWidth < 760 ? 6 : 12;
     let fitting = [];
     let shown = 0;
 
