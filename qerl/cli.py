@@ -21,6 +21,7 @@ from typer.core import TyperGroup
 from qerl.errors import ConfigError, QerlError
 from qerl.metrics.terminal import print_facts, progress_bar, stderr, warn
 from qerl.verbs.evaluation import evaluate
+from qerl.verbs.experiments import MATRIX_EXAMPLES, RESULTS_EXAMPLES, matrix, results
 from qerl.verbs.export import export
 from qerl.verbs.options import (
     Adapter,
@@ -60,6 +61,8 @@ EXAMPLES = {
     "plan": ("configs/demo.yaml", "configs/bigmath_32b_nvfp4_aqn.yaml --gpu 48GB train.token_budget=9216"),
     "validate": ("configs/demo.yaml", "configs/demo.yaml data.train=gsm8k"),
     "rescore": ("runs/demo --step 3", "runs/demo --rollout 2 --rows 0-7,12"),
+    "matrix": MATRIX_EXAMPLES,
+    "results": RESULTS_EXAMPLES,
 }
 
 
@@ -287,6 +290,10 @@ def rescore(
     )
     if not result.within:
         raise typer.Exit(1)
+
+
+app.command("matrix", epilog=_examples("matrix"))(matrix)
+app.command("results", epilog=_examples("results"))(results)
 
 
 @app.command()

@@ -14,6 +14,8 @@
       checkpoints/           checkpoint-50/
       memory.json            bytes by owner, predicted and measured
       summary.json           written at the end
+      final.json             more evaluations of the trained model (a cell of a matrix)
+      cell.json              the run in small, as results/ keeps it (a cell of a matrix)
       report.html
       wandb_id, tensorboard/ only with those backends
 
@@ -51,6 +53,8 @@ class RunDir:
         self.probe_path = self.path / "probe.json"
         self.memory_path = self.path / "memory.json"
         self.summary_path = self.path / "summary.json"
+        self.final_path = self.path / "final.json"
+        self.cell_path = self.path / "cell.json"
         self.report_path = self.path / "report.html"
         self.wandb_id_path = self.path / "wandb_id"
         self.completions_dir = self.path / "completions"
@@ -275,8 +279,7 @@ class RunDir:
 
     def write_evaluation(self, step: int, rows: Sequence[Mapping[str, Any]]) -> Path:
         """Writes the answers of an evaluation after ``step``, one JSON line a question."""
-        lines = [json.dumps(to_json(row), ensure_ascii=False, allow_nan=False) for row in rows]
-        return self.write_text(self.evaluations_dir / f"step-{step:06d}.jsonl", "\n".join(lines) + "\n")
+        return self._write_lines(f"step-{step:06d}.jsonl", rows)
 
     def evaluation_steps(self) -> list[int]:
         """Steps after which there are evaluations, oldest first."""
@@ -285,8 +288,19 @@ class RunDir:
 
     def read_evaluation(self, step: int) -> list[dict[str, Any]]:
         """The rows of an evaluation."""
-        text = (self.evaluations_dir / f"step-{step:06d}.jsonl").read_text(encoding="utf-8")
-        return [json.loads(line) for line in text.split("\n") if line]
+        return _read_lines(self.evaluations_dir / f"step-{step:06d}.jsonl")
+
+    def write_final_evaluation(self, name: str, rows: Sequence[Mapping[str, Any]]) -> Path:
+        """Writes the answers of a named evaluation of the trained model, one JSON line a question."""
+        return self._write_lines(f"final-{name}.jsonl", rows)
+
+    def read_final_evaluation(self, name: str) -> list[dict[str, Any]]:
+        """The rows of a named evaluation of the trained model."""
+        return _read_lines(self.evaluations_dir / f"final-{name}.jsonl")
+
+    def _write_lines(self, name: str, rows: Sequence[Mapping[str, Any]]) -> Path:
+        lines = [json.dumps(to_json(row), ensure_ascii=False, allow_nan=False) for row in rows]
+        return self.write_text(self.evaluations_dir / name, "\n".join(lines) + "\n")
 
     def write_rollout_parquet(
         self, index: int, rows: Sequence[Mapping[str, Any]], *, run_facts: Mapping[str, str] | None = None
@@ -313,6 +327,10 @@ def _ends_mid_line(file: BinaryIO) -> bool:
     last = file.read(1)
     file.seek(0)
     return last != b"\n"
+
+
+def _read_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
 
 
 def _entries(folder: Path) -> list[Path]:

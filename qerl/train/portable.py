@@ -43,7 +43,16 @@ STATE_FILE = "trainer_state.json"
 BLOCK = 256
 """Moments that share a scale."""
 LEVELS_PER_OCTAVE = 12
-RUN_FILES = ("config.resolved.yaml", "env.json", "metrics.jsonl", "probe.json", "memory.json", "summary.json")
+RUN_FILES = (
+    "config.resolved.yaml",
+    "env.json",
+    "metrics.jsonl",
+    "probe.json",
+    "memory.json",
+    "summary.json",
+    "final.json",
+    "cell.json",
+)
 """Small files of a run folder that travel as they are."""
 
 Arrays = dict[str, NDArray[Any]]

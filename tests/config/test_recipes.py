@@ -68,6 +68,8 @@ def test_an_ablation_changes_one_section(path):
 def test_the_overview_names_every_recipe():
     text = (CONFIGS / "README.md").read_text(encoding="utf-8")
     for path in CONFIGS.rglob("*.yaml"):
+        if path.parent.name == "matrix":
+            continue
         named = f"`{path.name}`" in text or f"`{path.stem}`" in text
         in_table = any(path.stem == "_".join(cell) for cell in CELLS)
         assert named or in_table, path.name

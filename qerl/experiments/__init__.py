@@ -1,0 +1,1 @@
+"""Comparing arms: a matrix of runs under one protocol, its statistics, its summaries."""

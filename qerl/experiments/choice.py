@@ -1,0 +1,61 @@
+"""best_recipe: which trial of each arm is trained anew. One rule for all arms; failed trials count as trials."""
+
+from __future__ import annotations
+
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from qerl.experiments.plan import Plan
+
+
+def choose(plan: Plan) -> dict[str, dict[str, Any]]:
+    """Arm -> its choice, for every arm whose trials have all ended; empty for other protocols.
+
+    A recipe is one combination of axis values, its score the mean of the last accuracies of its trials over the tuning
+    seeds. A recipe with a failed trial cannot be chosen; the first of equals is.
+
+    Returns:
+        ``axes`` (None when no recipe can be chosen), ``score``, ``trials``, ``failed``, ``scores`` by group.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for arm in plan.matrix.arms:
+        trials = [cell for cell in plan.cells if cell.arm.name == arm.name and cell.phase == "tune"]
+        states = [plan.state(cell) for cell in trials]
+        if not trials or any(state not in ("finished", "failed", "invalid") for state in states):
+            continue
+        scores: dict[str, list[float | None]] = {}
+        axes: dict[str, dict[str, Any]] = {}
+        for cell, state in zip(trials, states, strict=True):
+            run = plan.run(cell)
+            after = (
+                (run.read_json(run.summary_path) or {}).get("evaluation", {}).get("after")
+                if state == "finished"
+                else None
+            )
+            scores.setdefault(cell.group, []).append(None if after is None else float(after["accuracy"]))
+            axes[cell.group] = cell.axes
+        found[arm.name] = best_recipe(scores, axes)
+    return found
+
+
+def best_recipe(scores: dict[str, list[float | None]], axes: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """The choice among recipes.
+
+    Args:
+        scores: recipe -> accuracy of each trial, None for one that failed.
+        axes: recipe -> its axis values.
+    """
+    means = {
+        name: fmean(value for value in values if value is not None)
+        for name, values in scores.items()
+        if None not in values and values
+    }
+    best = max(means, key=lambda name: means[name], default=None)
+    return {
+        "axes": None if best is None else axes[best],
+        "score": None if best is None else means[best],
+        "trials": sum(map(len, scores.values())),
+        "failed": sum(value is None for values in scores.values() for value in values),
+        "scores": means,
+    }

@@ -1,0 +1,358 @@
+"""From summaries of cells to what tables and the report show: arms with all their seeds, and differences of arms."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from qerl.eval.intervals import mcnemar_exact, paired_difference
+from qerl.experiments.folders import Collection
+from qerl.experiments.statistics import censored_median, pareto_front, t_interval
+from qerl.experiments.summary import shares_of
+from qerl.experiments.time_to_target import COSTS, time_to_target
+from qerl.report.comparison import ArmRow, ChangedRow, Comparison, Curve, PairRow, SeedRow, SeedTest, Spread, TargetRow
+from qerl.report.text import flatten, plain
+
+CONFIDENCE = 0.95
+SURROUNDINGS = ("train.seed", "run.", "log.", "train.save", "train.keep", "model.device", "diagnostics.probe")
+"""Settings that do not make an arm."""
+ENDED = ("finished", "trained", "failed", "interrupted")
+
+Cell = Mapping[str, Any]
+
+
+def compare_cells(collection: Collection) -> list[Comparison]:
+    """One comparison for every matrix and phase, and one for all runs that belong to no matrix: protocols do not mix."""
+    groups: dict[tuple[str | None, str], list[Cell]] = {}
+    for cell in collection.cells:
+        groups.setdefault((cell.get("matrix"), cell.get("phase", "run")), []).append(cell)
+    order = {"final": 0, "run": 1, "tune": 2}
+    keys = sorted(groups, key=lambda key: order.get(key[1], 3))
+    return [_comparison(name, phase, groups[name, phase], collection.plans.get(name or "", {})) for name, phase in keys]
+
+
+def _comparison(name: str | None, phase: str, cells: Sequence[Cell], known: Mapping[str, Any]) -> Comparison:
+    plan = known.get("plan") or {}
+    stated = next((cell["target"] for cell in cells if cell.get("target")), plan.get("target")) or {}
+    below = next((cell["collapsed_below"] for cell in cells if cell.get("collapsed_below") is not None), 0.5)
+    by_arm = _by_arm(cells, alone=name is None)
+    arms = _with_front([_arm(key, part, stated, below) for key, part in by_arm.items()])
+    on_gpu = bool(cells) and all(cell.get("devices") for cell in cells if cell.get("steps"))
+    with_config = [cell for cell in cells if cell.get("config")]
+    return Comparison(
+        title=name or "Runs side by side",
+        protocol=plan.get("protocol") or next((cell["protocol"] for cell in cells if cell.get("protocol")), None),
+        phase=phase,
+        model=", ".join(dict.fromkeys(str(cell["model"]) for cell in cells if cell.get("model"))),
+        evaluation=_policy(with_config),
+        confidence=CONFIDENCE,
+        target=stated.get("accuracy"),
+        target_budget=stated.get("device_seconds"),
+        collapsed_below=below,
+        on_gpu=on_gpu,
+        arms=tuple(arms),
+        pairs=tuple(_pairs(by_arm, arms, known, phase)),
+        curves=_curves(by_arm, arms),
+        accuracy_curves=_accuracy_curves(by_arm, arms),
+        stage_seconds={arm.label: _mean_stages(by_arm[arm.key]) for arm in arms},
+        changed=tuple(_changed(by_arm, arms)),
+        choices=tuple(_choices(known)) if phase == "final" else (),
+        notes=tuple(_notes(cells, with_config)),
+        machine=_machine(cells),
+    )
+
+
+def _by_arm(cells: Sequence[Cell], *, alone: bool) -> dict[str, list[Cell]]:
+    """Arm key -> its cells by seed. Runs without a matrix are one arm when only their surroundings differ."""
+    found: dict[str, list[Cell]] = {}
+    kinds: dict[str, str] = {}
+    for cell in cells:
+        if alone:
+            settings = str(sorted(_own_settings(cell).items(), key=lambda item: item[0]))
+            key = kinds.setdefault(settings, str(cell["run"]))
+        else:
+            key = str(cell["run"]).rpartition("-s")[0]
+        found.setdefault(key, []).append(cell)
+    return {key: sorted(part, key=lambda cell: cell.get("seed") or 0) for key, part in found.items()}
+
+
+def _own_settings(cell: Cell) -> dict[str, Any]:
+    flat = flatten(dict(cell.get("config") or {}))
+    return {key: value for key, value in flat.items() if not key.startswith(SURROUNDINGS)}
+
+
+def _arm(key: str, cells: Sequence[Cell], target: Mapping[str, Any], below: float) -> ArmRow:
+    seeds = tuple(_seed(cell, target, below) for cell in cells)
+    ended = [row for row in seeds if row.state in ENDED]
+    seconds = [row.device_seconds for row in ended if row.device_seconds]
+    peaks = [row.peak_bytes for row in seeds if row.peak_bytes is not None]
+    first = cells[0]
+    axes = dict(first.get("axes") or {})
+    suffix = ", ".join(f"{name.rpartition('.')[2]} {plain(value)}" for name, value in axes.items())
+    label = str(first.get("label") or first.get("arm") or key)
+    return ArmRow(
+        key=key,
+        label=f"{label} ({suffix})" if suffix else label,
+        axes=axes,
+        seeds=seeds,
+        after=spread(row.after for row in seeds),
+        gain=spread(None if row.after is None or row.before is None else row.after - row.before for row in seeds),
+        final={name: part for name, part in _finals(cells).items() if part is not None},
+        noise_effect=_noise_effects(cells),
+        collapsed=sum(row.collapsed for row in ended),
+        judged=len(ended),
+        device_seconds=math.fsum(seconds) / len(seconds) if seconds else None,
+        peak_bytes=max(peaks, default=None),
+        target=_targets(seeds) if target else {},
+        on_front=False,
+        temperature=(first.get("matched") or {}).get("temperature"),
+    )
+
+
+def spread(values: Iterable[float | None]) -> Spread | None:
+    """Values over seeds with their t-interval, missing ones left out; None when all are."""
+    known = tuple(value for value in values if value is not None)
+    if not known:
+        return None
+    found = t_interval(known, CONFIDENCE)
+    return Spread(values=known, mean=found.mean, low=found.low, high=found.high)
+
+
+def _seed(cell: Cell, target: Mapping[str, Any], below: float) -> SeedRow:
+    points = list(cell["evaluations"])
+    before = next((point["accuracy"] for point in points if point["step"] == 0), None)
+    ended = cell["state"] in ("finished", "trained") and bool(points)
+    after = points[-1]["accuracy"] if ended and points[-1]["step"] > 0 else None
+    failed = cell["state"] == "failed"
+    fell = after is not None and before is not None and after < below * before
+    reached = time_to_target(points, float(target["accuracy"]), target.get("device_seconds")) if target else None
+    peak = cell.get("peak_memory") or {}
+    train = cell.get("train_seconds")
+    return SeedRow(
+        name=str(cell["run"]),
+        seed=cell.get("seed"),
+        state=str(cell["state"]),
+        error=cell.get("error"),
+        steps=int(cell.get("steps") or 0),
+        planned_steps=cell.get("planned_steps"),
+        before=before,
+        after=after,
+        collapsed=failed or fell,
+        bit_exact=cell.get("bit_exact"),
+        device_seconds=None if train is None else train * (cell.get("devices") or 1),
+        peak_bytes=peak.get("bytes"),
+        target_step=None if reached is None else reached.step,
+        target={} if reached is None else reached.spent,
+        target_bound={} if reached is None else reached.bound,
+    )
+
+
+def _finals(cells: Sequence[Cell]) -> dict[str, Spread | None]:
+    names = dict.fromkeys(name for cell in cells for name in cell["final"])
+    return {name: spread(cell["final"].get(name, {}).get("accuracy") for cell in cells) for name in names}
+
+
+def _noise_effects(cells: Sequence[Cell]) -> dict[str, Spread]:
+    """Greedy evaluation under noise minus the clean evaluation after training, of each run."""
+    found: dict[str, list[float]] = {}
+    for cell in cells:
+        clean = cell["questions"].get("after")
+        for name, value in cell["final"].items():
+            noisy = cell["questions"].get(name)
+            under_noise = (value.get("policy") or {}).get("noise") is not None
+            if under_noise and clean and noisy and clean["ids"] == noisy["ids"]:
+                pairs = _known_pairs(shares_of(clean), shares_of(noisy))
+                found.setdefault(name, []).append(math.fsum(b - a for a, b in pairs) / len(pairs))
+    return {name: part for name, values in found.items() if (part := spread(values)) is not None}
+
+
+def _targets(seeds: Sequence[SeedRow]) -> dict[str, TargetRow]:
+    """Cost -> median over the runs that have ended or reached the target."""
+    counted = [row for row in seeds if row.state in ENDED or row.target_step is not None]
+    found = {}
+    for cost in COSTS:
+        median = censored_median(
+            [row.target.get(cost) for row in counted], [row.target_bound.get(cost) for row in counted]
+        )
+        found[cost] = TargetRow(value=median.value, above=median.above, reached=median.reached, count=median.count)
+    return found
+
+
+def _with_front(arms: Sequence[ArmRow]) -> list[ArmRow]:
+    """Marks the arms on the front of accuracy (mean over seeds), device-seconds and peak memory."""
+    points = [(None if arm.after is None else -arm.after.mean, arm.device_seconds, arm.peak_bytes) for arm in arms]
+    return [
+        ArmRow(**{**{name: getattr(arm, name) for name in ArmRow.__slots__}, "on_front": on_front})
+        for arm, on_front in zip(arms, pareto_front(points), strict=True)
+    ]
+
+
+def _pairs(
+    by_arm: Mapping[str, Sequence[Cell]], arms: Sequence[ArmRow], known: Mapping[str, Any], phase: str
+) -> list[PairRow]:
+    """The comparisons the matrix states; without one, every arm against the first."""
+    detectable = {(row["first"], row["second"]): row["difference"] for row in known.get("detectable", ())}
+    names = {arm.key: str(by_arm[arm.key][0].get("arm") or arm.key) for arm in arms}
+    if phase == "tune" or len(arms) < 2:
+        return []
+    if detectable:
+        asked = [
+            (a, b)
+            for first, second in detectable
+            for a in arms
+            for b in arms
+            if names[a.key] == first and names[b.key] == second and (a.axes == b.axes or phase == "final")
+        ]
+    else:
+        asked = [(arms[0], arm) for arm in arms[1:]]
+    return [
+        pair_row(by_arm[a.key], by_arm[b.key], a, b, detectable.get((names[a.key], names[b.key]))) for a, b in asked
+    ]
+
+
+def pair_row(first: Sequence[Cell], second: Sequence[Cell], a: ArmRow, b: ArmRow, detectable: float | None) -> PairRow:
+    """Second minus first, over the seeds both have, and over the questions both answered."""
+    ends = [{row.seed: row.after for row in arm.seeds if row.after is not None} for arm in (a, b)]
+    shared = sorted(seed for seed in ends[0].keys() & ends[1].keys() if seed is not None)
+    rows = [[_after(cells, seed) for seed in shared] for cells in (first, second)]
+    same = bool(shared) and len({part["ids"] if part else None for parts in rows for part in parts}) == 1
+    difference = low = high = None
+    tests: list[SeedTest] = []
+    count = 0
+    if same and rows[0][0] is not None:
+        shares = [[shares_of(part) for part in parts if part is not None] for parts in rows]
+        pairs = _known_pairs(_mean_shares(shares[0]), _mean_shares(shares[1]))
+        count = len(pairs)
+        difference, low, high = paired_difference([x for x, _ in pairs], [y for _, y in pairs], CONFIDENCE)
+        tests = [_test(seed, x, y) for seed, x, y in zip(shared, shares[0], shares[1], strict=True)]
+    return PairRow(
+        first=a.label,
+        second=b.label,
+        axes=b.axes,
+        over_seeds=spread((ends[1][seed] or 0.0) - (ends[0][seed] or 0.0) for seed in shared),
+        question_difference=difference,
+        question_low=low,
+        question_high=high,
+        questions=count,
+        tests=tuple(tests),
+        detectable=detectable,
+    )
+
+
+def _after(cells: Sequence[Cell], seed: int) -> Mapping[str, Any] | None:
+    found = next(cell for cell in cells if cell.get("seed") == seed)["questions"].get("after")
+    return None if found is None else dict(found)
+
+
+def _test(seed: int, first: Sequence[float | None], second: Sequence[float | None]) -> SeedTest:
+    pairs = _known_pairs(first, second)
+    gained = sum(x < 0.5 <= y for x, y in pairs)
+    lost = sum(y < 0.5 <= x for x, y in pairs)
+    return SeedTest(seed=seed, gained=gained, lost=lost, p_value=mcnemar_exact(lost, gained))
+
+
+def _known_pairs(first: Sequence[float | None], second: Sequence[float | None]) -> list[tuple[float, float]]:
+    return [(x, y) for x, y in zip(first, second, strict=True) if x is not None and y is not None]
+
+
+def _mean_shares(by_seed: Sequence[Sequence[float | None]]) -> list[float | None]:
+    """Mean over seeds of each question's share; None where a seed's answers could not be scored."""
+    columns = [[value for value in values if value is not None] for values in zip(*by_seed, strict=True)]
+    return [math.fsum(part) / len(part) if len(part) == len(by_seed) else None for part in columns]
+
+
+def _curves(by_arm: Mapping[str, Sequence[Cell]], arms: Sequence[ArmRow]) -> dict[str, tuple[Curve, ...]]:
+    found: dict[str, list[Curve]] = {}
+    for arm in arms:
+        for cell in by_arm[arm.key]:
+            for key, (steps, values) in cell["curves"].items():
+                found.setdefault(key, []).append(
+                    Curve(arm=arm.label, seed=cell.get("seed"), steps=tuple(steps), values=tuple(values))
+                )
+    return {key: tuple(curves) for key, curves in found.items()}
+
+
+def _accuracy_curves(by_arm: Mapping[str, Sequence[Cell]], arms: Sequence[ArmRow]) -> tuple[Curve, ...]:
+    return tuple(
+        Curve(
+            arm=arm.label,
+            seed=cell.get("seed"),
+            steps=tuple(float(point["step"]) for point in cell["evaluations"]),
+            values=tuple(float(point["accuracy"]) for point in cell["evaluations"]),
+        )
+        for arm in arms
+        for cell in by_arm[arm.key]
+        if cell["evaluations"]
+    )
+
+
+def _mean_stages(cells: Sequence[Cell]) -> dict[str, float]:
+    rows = [cell["stage_seconds"] for cell in cells if cell.get("stage_seconds")]
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {name: math.fsum(float(row.get(name, 0.0)) for row in rows) / len(rows) for name in names}
+
+
+def _changed(by_arm: Mapping[str, Sequence[Cell]], arms: Sequence[ArmRow]) -> list[ChangedRow]:
+    """Settings that are not the same in all arms."""
+    settings = [_own_settings(by_arm[arm.key][0]) for arm in arms]
+    keys = dict.fromkeys(key for part in settings for key in part)
+    rows = [ChangedRow(key=key, values=tuple(part.get(key) for part in settings)) for key in keys]
+    return [row for row in rows if any(value != row.values[0] for value in row.values)]
+
+
+def _choices(known: Mapping[str, Any]) -> list[str]:
+    found = []
+    for arm, choice in (known.get("choices") or {}).items():
+        chosen = choice["axes"]
+        what = "none" if chosen is None else ", ".join(f"{key} {plain(value)}" for key, value in chosen.items())
+        score = "" if choice["score"] is None else f" at {choice['score']:.1%}"
+        found.append(f"{arm}: {what}{score}, best of {choice['trials']} trials, {choice['failed']} failed")
+    return found
+
+
+def _policy(cells: Sequence[Cell]) -> str:
+    """The evaluation policy of the cells in words; several are all named."""
+    texts = []
+    for cell in cells:
+        stated, rollout = cell["config"].get("eval", {}), cell["config"].get("rollout", {})
+        greedy = stated.get("temperature", 0.0) == 0
+        how = "greedy" if greedy else f"temperature {plain(stated['temperature'])}"
+        samples = stated.get("samples", 1)
+        noise = "on" if stated.get("noise") else "off"
+        count = next((point["count"] for point in cell["evaluations"] if point.get("count")), None)
+        questions = f"{int(count)} questions of " if count else ""
+        data = Path(str(cell["config"].get("data", {}).get("eval"))).name
+        limit = stated.get("max_new_tokens") or rollout.get("max_new_tokens")
+        texts.append(
+            f"{questions}{data}, {how}, {samples} answer{'s' if samples > 1 else ''} a question of at most {limit} tokens, noise {noise}"
+        )
+    return "; ".join(dict.fromkeys(texts))
+
+
+def _notes(cells: Sequence[Cell], with_config: Sequence[Cell]) -> list[str]:
+    notes = [f"{cell['run']} is {cell['state']}: {cell['error']}" for cell in cells if cell.get("error")]
+    open_cells = [str(cell["run"]) for cell in cells if cell["state"] not in (*ENDED, "invalid")]
+    if open_cells:
+        notes.append(f"Not finished, and so without a result: {', '.join(open_cells)}.")
+    carried = [str(cell["run"]) for cell in cells if cell.get("portable_resumes")]
+    if carried:
+        notes.append(f"Went on from a portable checkpoint, and so not bit-exact: {', '.join(carried)}.")
+    policies = _policy(with_config).split("; ")
+    if len(policies) > 1:
+        notes.append("The runs were not evaluated under one policy; their accuracies cannot be compared.")
+    machines = {_machine([cell]) for cell in cells if cell.get("machine")}
+    if len(machines) > 1:
+        notes.append(
+            f"The runs were made on different machines ({'; '.join(sorted(machines))}): times cannot be compared."
+        )
+    return notes
+
+
+def _machine(cells: Sequence[Cell]) -> str:
+    found = []
+    for cell in cells:
+        machine = cell.get("machine") or {}
+        found.append(", ".join(machine.get("gpus") or []) or str(machine.get("cpu") or ""))
+    return "; ".join(dict.fromkeys(text for text in found if text))

@@ -1,0 +1,109 @@
+"""Reading cells back: from matrix folders, from ``results/``, or from any run folders."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from qerl.errors import RunFolderError
+from qerl.experiments.manifest import MANIFEST, Manifest
+from qerl.experiments.summary import SUMMARY_FILE, load_summary
+from qerl.metrics.files import write_json
+from qerl.metrics.run_dir import RunDir
+
+PLAN_KEYS = ("schema", "matrix", "plan", "detectable", "matched", "choices")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collection:
+    """Cells that are looked at together."""
+
+    cells: tuple[dict[str, Any], ...]
+    """Summaries (``experiments.summary``), cells that never began among them."""
+    plans: dict[str, dict[str, Any]]
+    """Matrix name -> what its manifest says of the matrix as a whole."""
+
+
+def holds_cells(path: Path) -> bool:
+    """Whether a folder is a matrix folder or one of ``results/``."""
+    return (path / MANIFEST).exists() or (path.is_dir() and any(path.glob(f"*/{SUMMARY_FILE}")))
+
+
+def read_cells(paths: Sequence[Path]) -> Collection:
+    """Cells of matrix folders and of ``results/`` folders, and runs.
+
+    Raises:
+        RunFolderError: a folder holds neither.
+    """
+    cells: list[dict[str, Any]] = []
+    plans: dict[str, dict[str, Any]] = {}
+    for path in paths:
+        if not holds_cells(path):
+            cells.append(load_summary(path))
+            continue
+        known = Manifest(path).read() if (path / MANIFEST).exists() else {"cells": {}}
+        if "plan" in known:
+            plans[str(known["matrix"])] = {key: known[key] for key in PLAN_KEYS if key in known}
+        names = list(known["cells"]) or [folder.name for folder in sorted(path.iterdir()) if folder.is_dir()]
+        found = [cell for name in names if (cell := _cell(path / name, known["cells"].get(name))) is not None]
+        cells += [cell | {"matrix": known["matrix"]} if "matrix" in known else cell for cell in found]
+    return Collection(cells=tuple(cells), plans=plans)
+
+
+def _cell(folder: Path, entry: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Summary of one cell; of one that never began what the manifest says; None for a folder that is no cell."""
+    if RunDir(folder).cell_path.exists() or (folder / SUMMARY_FILE).exists() or RunDir(folder).holds_a_run():
+        summary = load_summary(folder)
+        return summary if entry is None else summary | _known(folder.name, entry, summary)
+    if entry is None:
+        return None
+    empty = {"evaluations": [], "final": {}, "questions": {}, "curves": {}, "steps": 0, "warnings": [], "config": None}
+    return empty | {"matched": None, "protocol": None} | _known(folder.name, entry, {})
+
+
+def _known(name: str, entry: dict[str, Any], summary: dict[str, Any]) -> dict[str, Any]:
+    """What the manifest knows better than a summary that may be older."""
+    facts = {key: entry[key] for key in ("arm", "seed", "phase", "axes", "state") if key in entry}
+    label = summary.get("label") if summary.get("arm") == facts.get("arm") else facts.get("arm")
+    error = entry.get("error") or entry.get("problem") or summary.get("error")
+    return facts | {"run": name, "label": label, "error": error}
+
+
+def export_summaries(collection: Collection, results: Path) -> list[Path]:
+    """Write ``results/<matrix>/<cell>/summary.json`` for every cell of a matrix, and ``results/<matrix>/matrix.json``.
+
+    Raises:
+        RunFolderError: a cell belongs to no matrix.
+    """
+    written = []
+    for cell in collection.cells:
+        if cell.get("matrix") is None:
+            raise RunFolderError("the run belongs to no matrix", got=cell["run"], remedy="Give a matrix folder")
+        path = results / cell["matrix"] / cell["run"] / SUMMARY_FILE
+        write_json(path, cell)
+        _compact(path)
+        written.append(path)
+    for name, plan in collection.plans.items():
+        states = {cell["run"]: _state(cell) for cell in collection.cells if cell["matrix"] == name}
+        write_json(results / name / MANIFEST, plan | {"cells": states})
+        written.append(results / name / MANIFEST)
+    return written
+
+
+def _state(cell: dict[str, Any]) -> dict[str, Any]:
+    return {key: cell[key] for key in ("state", "arm", "seed", "phase", "axes", "error") if cell.get(key) is not None}
+
+
+def _compact(path: Path) -> None:
+    """Curves in one line each: a summary is read by people too, and one number a line would hide the rest."""
+    value = json.loads(path.read_text(encoding="utf-8"))
+    curves = value.pop("curves", {})
+    text = json.dumps(value, indent=1, ensure_ascii=False)
+    lines = ",\n".join(
+        f"  {json.dumps(key)}: {json.dumps(curve, separators=(',', ':'))}" for key, curve in curves.items()
+    )
+    body = text[:-2] + ',\n "curves": {' + (f"\n{lines}\n }}" if lines else "}") + "\n}\n"
+    path.write_text(body, encoding="utf-8")

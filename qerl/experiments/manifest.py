@@ -1,0 +1,68 @@
+"""``matrix.json``: what the matrix is and how far each cell is, written whole after every change. Free of torch."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+from qerl.errors import RunFolderError
+from qerl.metrics.files import write_json
+
+MANIFEST = "matrix.json"
+SCHEMA = 1
+State = Literal["waiting", "invalid", "running", "stopped", "trained", "finished", "failed"]
+"""``trained``: all steps are made, final evaluations are missing. ``running`` after its process is gone: it was killed."""
+
+
+class Manifest:
+    """The file of one matrix folder. Every change reads, changes and writes under a lock, so that several processes may
+    work on one folder.
+
+    Args:
+        out: the matrix folder.
+    """
+
+    def __init__(self, out: Path):
+        self.path = out / MANIFEST
+        self._lock = out / f".{MANIFEST}.lock"
+
+    def read(self) -> dict[str, Any]:
+        """The content; of a folder without one, an empty matrix.
+
+        Raises:
+            RunFolderError: the file is damaged.
+        """
+        if not self.path.exists():
+            return {"schema": SCHEMA, "cells": {}, "matched": {}, "choices": {}}
+        try:
+            value = json.loads(self.path.read_text(encoding="utf-8"))
+            return dict(value)
+        except ValueError as error:
+            raise RunFolderError("the manifest of the matrix is damaged", got=f"{self.path}: {error}") from None
+
+    @contextmanager
+    def change(self) -> Iterator[dict[str, Any]]:
+        """The content to be changed in place; it is written when the block ends well."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self._lock.open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            value = self.read()
+            yield value
+            write_json(self.path, value)
+
+    def cell(self, name: str) -> dict[str, Any]:
+        """What is known of a cell; ``state`` is ``waiting`` when nothing is."""
+        return {"state": "waiting"} | dict(self.read()["cells"].get(name, {}))
+
+    def set_state(self, name: str, state: State, **facts: Any) -> None:
+        """Give a cell a state, the time, and more facts (None removes one)."""
+        with self.change() as value:
+            entry = value["cells"].setdefault(name, {})
+            entry |= {"state": state, "changed": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())} | facts
+            for key in [key for key, fact in entry.items() if fact is None]:
+                del entry[key]

@@ -1,0 +1,175 @@
+"""A matrix opened on a folder: its cells with their states, checked before any work."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from qerl.config.load import load_config
+from qerl.data.tasks import load_rows
+from qerl.errors import ConfigError, QerlError
+from qerl.experiments.cells import Cell, expand, load_matrix
+from qerl.experiments.manifest import Manifest
+from qerl.experiments.schema import MatrixConfig
+from qerl.experiments.statistics import detectable_difference
+from qerl.metrics.run_dir import RunDir
+from qerl.train.plan import describe
+from qerl.train.resume import check_same_config
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What is to be done on a matrix folder."""
+
+    path: Path
+    settings: tuple[str, ...]
+    matrix: MatrixConfig
+    out: Path
+    cells: tuple[Cell, ...]
+    manifest: Manifest
+
+    def run(self, cell: Cell) -> RunDir:
+        """Run folder of a cell."""
+        return RunDir(self.out / cell.name)
+
+    def state(self, cell: Cell) -> str:
+        """State of a cell by the manifest."""
+        return str(self.manifest.cell(cell.name)["state"])
+
+
+def open_plan(path: Path, settings: Sequence[str], out: Path | None) -> Plan:
+    """Read the matrix, make its cells with what is known so far, and check each: nothing is loaded and no folder made.
+
+    A cell that cannot run has its ``problem``; the others are none the worse for it.
+
+    Raises:
+        ConfigError: the matrix itself is refused, or a cell that has begun was begun with other settings.
+    """
+    matrix = load_matrix(path)
+    folder = out if out is not None else Path("runs") / matrix.name
+    manifest = Manifest(folder)
+    known = manifest.read()
+    if known.get("matrix", matrix.name) != matrix.name:
+        raise ConfigError(
+            "the folder holds another matrix", got=f"{folder}: {known['matrix']}", remedy="Choose another --out"
+        )
+    cells = expand(
+        matrix,
+        path,
+        settings,
+        folder,
+        choices={arm: choice["axes"] for arm, choice in known["choices"].items() if choice["axes"] is not None},
+        temperatures={group: found["temperature"] for group, found in known["matched"].items()},
+    )
+    checked = tuple(cell if cell.config is None else replace(cell, problem=_problem(cell)) for cell in cells)
+    plan = Plan(path=path, settings=tuple(settings), matrix=matrix, out=folder, cells=checked, manifest=manifest)
+    _check_begun(plan)
+    return plan
+
+
+def _problem(cell: Cell) -> str | None:
+    """Why a cell would end before its first step, found without weights or a device; None when nothing is found."""
+    config = cell.config
+    assert config is not None
+    try:
+        describe(config)
+        for source, split in ((config.data.train, "train"), (config.data.eval, "test")):
+            if source is not None:
+                _rows(source, split)
+    except QerlError as error:
+        return str(error)
+    if config.data.eval is None or not config.eval.after:
+        return "a cell of a matrix is judged by its evaluation after training: set data.eval, and eval.after=true"
+    return None
+
+
+@lru_cache(maxsize=16)
+def _rows(source: str, split: str) -> int:
+    return len(load_rows(source, default_split=split).rows)
+
+
+def _check_begun(plan: Plan) -> None:
+    """Refuse a matrix that has changed since a cell was run: its cells would not be of one kind."""
+    for cell in plan.cells:
+        run = plan.run(cell)
+        if cell.config is None or cell.pending or not run.config_path.exists():
+            continue
+        try:
+            check_same_config(load_config(run.config_path, []), cell.config)
+        except ConfigError as error:
+            raise ConfigError(
+                f"cell {cell.name} was begun with other settings",
+                got=error.got,
+                expected=f"those of {run.config_path}",
+                remedy="Choose another --out for the changed matrix",
+            ) from None
+
+
+def record_plan(plan: Plan) -> None:
+    """Write the plan into the manifest: the matrix, what it can be expected to detect, and each cell's place."""
+    with plan.manifest.change() as value:
+        value["matrix"] = plan.matrix.name
+        value["plan"] = plan.matrix.model_dump(mode="json")
+        value["detectable"] = detectable(plan.matrix)
+        for cell in plan.cells:
+            entry = value["cells"].setdefault(cell.name, {"state": "waiting"})
+            entry |= {"arm": cell.arm.name, "seed": cell.seed, "phase": cell.phase, "axes": cell.axes}
+            if cell.problem is not None:
+                entry |= {"state": "invalid", "problem": cell.problem}
+            elif entry["state"] == "invalid":
+                entry["state"] = "waiting"
+                entry.pop("problem", None)
+
+
+def detectable(matrix: MatrixConfig) -> list[dict[str, Any]]:
+    """Smallest detectable difference of every comparison, from ``detect`` and the numbers of seeds."""
+    arms = {arm.name: arm for arm in matrix.arms}
+    pairs = matrix.compare or tuple((matrix.arms[0].name, arm.name) for arm in matrix.arms[1:])
+    found = []
+    for first, second in pairs:
+        counts = [len(matrix.seeds_of(arms[name])) for name in (first, second)]
+        smallest = None
+        if min(counts) > 1:
+            smallest = detectable_difference(
+                matrix.detect.sd, counts[0], counts[1], alpha=matrix.detect.alpha, power=matrix.detect.power
+            )
+        found.append({"first": first, "second": second, "seeds": counts, "difference": smallest})
+    return found
+
+
+def plan_lines(plan: Plan) -> list[str]:
+    """The plan as text, for ``--dry-run``: cells with their states, what is missing, what can be detected."""
+    matrix = plan.matrix
+    lines = [f"{matrix.name}: protocol {matrix.protocol}, {len(plan.cells)} cells, folder {plan.out}"]
+    if matrix.tuning is not None:
+        trials = Counter(cell.arm.name for cell in plan.cells if cell.phase == "tune")
+        lines.append("trials an arm: " + ", ".join(f"{name} {count}" for name, count in trials.items()))
+    lines.append(f"target {matrix.target.accuracy:.1%}" + _budget(matrix))
+    for row in detectable(matrix):
+        size = "no interval from one seed" if row["difference"] is None else f"{100 * row['difference']:.1f} points"
+        lines.append(
+            f"{row['second']} against {row['first']}: smallest detectable difference {size} "
+            f"(seeds {row['seeds'][0]} and {row['seeds'][1]}, sd {100 * matrix.detect.sd:g} points {matrix.detect.source}, "
+            f"level {matrix.detect.alpha:g}, power {matrix.detect.power:g})"
+        )
+    width = max(len(cell.name) for cell in plan.cells)
+    for cell in plan.cells:
+        state = "INVALID" if cell.problem is not None else plan.state(cell)
+        notes = [note for note in (_open(cell), cell.problem) if note]
+        lines.append(f"  {cell.name:<{width}}  {state}" + (f": {'; '.join(notes)}" if notes else ""))
+    return lines
+
+
+def _budget(matrix: MatrixConfig) -> str:
+    seconds = matrix.target.device_seconds
+    return "" if seconds is None else f" within {seconds:g} device-seconds of training"
+
+
+def _open(cell: Cell) -> str | None:
+    if not cell.pending or cell.problem is not None:
+        return None
+    return "its trials choose its settings" if cell.phase == "final" else "its temperature is to be found"

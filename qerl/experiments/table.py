@@ -1,0 +1,116 @@
+"""The tables of the README, from committed summaries."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from qerl.report import text
+from qerl.report.comparison import ArmRow, Comparison, PairRow, Spread
+
+DASH = "–"
+
+
+def markdown(comparisons: Sequence[Comparison]) -> str:
+    """One table of arms and one of differences for each comparison, with what they stand on."""
+    return "\n\n".join(_section(comparison) for comparison in comparisons)
+
+
+def _section(comparison: Comparison) -> str:
+    phase = {"tune": ", trials", "final": ", final runs"}.get(comparison.phase, "")
+    parts = [f"**{comparison.title}** (protocol {comparison.protocol or 'none'}{phase}): {_conditions(comparison)}"]
+    parts.append(_arms(comparison))
+    if comparison.pairs:
+        parts.append(_pairs(comparison))
+    remarks = [*comparison.choices, *comparison.notes]
+    if remarks:
+        parts.append("\n".join(f"* {remark}" for remark in remarks))
+    return "\n\n".join(parts)
+
+
+def _conditions(comparison: Comparison) -> str:
+    parts = [comparison.model, comparison.machine, comparison.evaluation]
+    intervals = f"{100 * comparison.confidence:g} % t-intervals over seeds"
+    return "; ".join(part for part in [*parts, intervals] if part) + "."
+
+
+def _arms(comparison: Comparison) -> str:
+    finals = list(dict.fromkeys(name for arm in comparison.arms for name in arm.final))
+    head = ["Arm", "Seeds", "Before", "After", "Gain, points", *finals, "Collapsed"]
+    if comparison.target is not None:
+        head.append(f"{comparison.time_name} to {100 * comparison.target:g} %")
+    head += [comparison.time_name, "Peak memory", "Front"]
+    rows = [_arm(comparison, arm, finals) for arm in comparison.arms]
+    return _table(head, rows)
+
+
+def _arm(comparison: Comparison, arm: ArmRow, finals: Sequence[str]) -> list[str]:
+    before = [row.before for row in arm.seeds if row.before is not None]
+    temperature = "" if arm.temperature is None else f", T {arm.temperature:.3f}"
+    row = [
+        arm.label + temperature,
+        " ".join(f"{100 * value:.1f}" for value in arm.after.values) if arm.after else DASH,
+        f"{100 * sum(before) / len(before):.1f} %" if before else DASH,
+        percent_spread(arm.after),
+        points_spread(arm.gain),
+        *(percent_spread(arm.final.get(name)) for name in finals),
+        f"{arm.collapsed} of {arm.judged}",
+    ]
+    if comparison.target is not None:
+        row.append(target_text(arm, "device_seconds"))
+    seconds = DASH if arm.device_seconds is None else f"{arm.device_seconds:.0f}"
+    return [*row, seconds, text.size(arm.peak_bytes), "yes" if arm.on_front else ""]
+
+
+def _pairs(comparison: Comparison) -> str:
+    head = ["Difference", "Over seeds, points", "Verdict", "Over questions, points", "McNemar p by seed", "Detectable"]
+    return _table(head, [_pair(row) for row in comparison.pairs])
+
+
+def _pair(row: PairRow) -> list[str]:
+    axes = ", ".join(f"{key.rpartition('.')[2]} {text.plain(value)}" for key, value in row.axes.items())
+    questions = DASH
+    if row.question_difference is not None and row.question_low is not None and row.question_high is not None:
+        questions = f"{text.points(row.question_difference)} [{text.points(row.question_low)}, {text.points(row.question_high)}]"
+    return [
+        f"{row.second} − {row.first}" + (f" ({axes})" if axes and "(" not in row.second else ""),
+        points_spread(row.over_seeds),
+        row.verdict,
+        questions,
+        ", ".join(f"{test.p_value:.2g}" for test in row.tests) or DASH,
+        DASH if row.detectable is None else f"{100 * row.detectable:.1f}",
+    ]
+
+
+def percent_spread(value: Spread | None) -> str:
+    """``44.2 % [42.0, 46.4]``; without an interval for one seed."""
+    if value is None:
+        return DASH
+    if value.low is None or value.high is None:
+        return f"{100 * value.mean:.1f} %"
+    return f"{100 * value.mean:.1f} % [{100 * value.low:.1f}, {100 * value.high:.1f}]"
+
+
+def points_spread(value: Spread | None) -> str:
+    """``+1.2 [−0.3, +2.7]`` in percentage points."""
+    if value is None:
+        return DASH
+    if value.low is None or value.high is None:
+        return text.points(value.mean)
+    return f"{text.points(value.mean)} [{text.points(value.low)}, {text.points(value.high)}]"
+
+
+def target_text(arm: ArmRow, cost: str) -> str:
+    """Median cost to the target, or that it is above what was spent, with how many seeds reached it."""
+    row = arm.target.get(cost)
+    if row is None or row.count == 0:
+        return DASH
+    reached = f"({row.reached} of {row.count})"
+    if row.value is not None:
+        return f"{row.value:.0f} {reached}"
+    return f"censored, > {row.above:.0f} {reached}" if row.above is not None else f"not reached {reached}"
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |" for line in lines)

@@ -1,0 +1,173 @@
+"""What the report of several runs shows: records that ``experiments.compare`` fills. Free of torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spread:
+    """A quantity over seeds: every value, their mean and its t-interval (None with one seed)."""
+
+    values: tuple[float, ...]
+    mean: float
+    low: float | None
+    high: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeedRow:
+    """One run of an arm."""
+
+    name: str
+    seed: int | None
+    state: str
+    error: str | None
+    steps: int
+    planned_steps: int | None
+    before: float | None
+    after: float | None
+    """Accuracy after training; None while there is none."""
+    collapsed: bool
+    bit_exact: bool | None
+    device_seconds: float | None
+    peak_bytes: float | None
+    target_step: int | None
+    target: dict[str, float | None]
+    """Cost -> value at the first evaluation at or above the target."""
+    target_bound: dict[str, float | None]
+    """Cost -> what is known to be too little, where the target was not reached."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetRow:
+    """Median cost to the target over an arm's seeds; ``value`` None: the median is above ``above``."""
+
+    value: float | None
+    above: float | None
+    reached: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArmRow:
+    """One arm at one point of the axes."""
+
+    key: str
+    label: str
+    axes: dict[str, Any]
+    seeds: tuple[SeedRow, ...]
+    after: Spread | None
+    gain: Spread | None
+    """After minus before, run by run."""
+    final: dict[str, Spread]
+    """Further evaluations of the trained model."""
+    noise_effect: dict[str, Spread]
+    """Evaluations under noise minus the clean one, run by run."""
+    collapsed: int
+    judged: int
+    """Runs that have ended, well or not: what ``collapsed`` is out of."""
+    device_seconds: float | None
+    """Mean over the runs that have ended."""
+    peak_bytes: float | None
+    """Largest of all runs."""
+    target: dict[str, TargetRow]
+    on_front: bool
+    """No other arm is as accurate, as fast and as small, and better in one of these."""
+    temperature: float | None
+    """Found for this arm; None for the configured one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeedTest:
+    """Exact McNemar test of two runs with one seed on the same questions."""
+
+    seed: int
+    gained: int
+    lost: int
+    p_value: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairRow:
+    """Second arm minus first arm."""
+
+    first: str
+    second: str
+    axes: dict[str, Any]
+    over_seeds: Spread | None
+    """Differences of the runs with one seed (one data order), with their t-interval."""
+    question_difference: float | None
+    question_low: float | None
+    question_high: float | None
+    questions: int
+    """Interval over the questions alone: a paired bootstrap of each question's mean over the shared seeds."""
+    tests: tuple[SeedTest, ...]
+    detectable: float | None
+    """Smallest detectable difference that was stated beforehand."""
+
+    @property
+    def verdict(self) -> str:
+        """In words, from the interval over seeds: that alone speaks of training again."""
+        if self.over_seeds is None:
+            return "no seed in common"
+        if self.over_seeds.low is None or self.over_seeds.high is None:
+            return "one seed: no interval"
+        if self.over_seeds.low > 0:
+            return "higher"
+        return "lower" if self.over_seeds.high < 0 else "not distinguishable"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curve:
+    """A metric of one run."""
+
+    arm: str
+    seed: int | None
+    steps: tuple[float, ...]
+    values: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChangedRow:
+    """A setting that differs between arms: one value an arm, in the order of the arms."""
+
+    key: str
+    values: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """Arms that may stand in one table: one matrix, one protocol, one phase; or runs put side by side."""
+
+    title: str
+    protocol: str | None
+    """None for runs that belong to no matrix."""
+    phase: str
+    model: str
+    evaluation: str
+    """The evaluation policy in words."""
+    confidence: float
+    target: float | None
+    """Accuracy that time to target asks for."""
+    target_budget: float | None
+    collapsed_below: float
+    on_gpu: bool
+    arms: tuple[ArmRow, ...]
+    pairs: tuple[PairRow, ...]
+    curves: dict[str, tuple[Curve, ...]]
+    accuracy_curves: tuple[Curve, ...]
+    stage_seconds: dict[str, dict[str, float]]
+    """Arm -> stage -> mean seconds over its runs."""
+    changed: tuple[ChangedRow, ...]
+    choices: tuple[str, ...]
+    """best_recipe: what each arm's trials chose, in words."""
+    notes: tuple[str, ...]
+    """What keeps the comparison from being clean."""
+    machine: str
+
+    @property
+    def time_name(self) -> str:
+        """What a second of training is here."""
+        return "GPU-seconds" if self.on_gpu else "seconds of training (CPU)"

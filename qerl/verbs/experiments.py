@@ -1,0 +1,100 @@
+"""``qerl matrix`` and ``qerl results``: what they take and print. Free of torch until they run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from qerl.errors import ConfigError
+from qerl.metrics.terminal import stderr
+
+MATRIX_EXAMPLES = (
+    "configs/matrix/demo.yaml",
+    "configs/matrix/mechanism.yaml --dry-run",
+    "configs/matrix/mechanism.yaml --max-minutes 9 --out runs/mechanism",
+    "configs/matrix/mechanism.yaml --cell nvfp4-s0",
+)
+RESULTS_EXAMPLES = ("results/mechanism", "runs/mechanism --write results")
+
+
+def matrix(
+    arguments: Annotated[
+        list[str],
+        typer.Argument(metavar="MATRIX.yaml [key=value …]", help="Matrix file, then settings for all its cells."),
+    ],
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Folder of the cells' run folders; default runs/NAME.")
+    ] = None,
+    cell: Annotated[list[str] | None, typer.Option(metavar="NAME", help="Only this cell; may be repeated.")] = None,
+    max_minutes: Annotated[
+        float | None, typer.Option(metavar="M", min=0, help="Stop at a step boundary so as to end within M minutes.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check and list all cells, and stop.")] = False,
+    match: Annotated[bool, typer.Option("--match", help="Only find the temperatures that arms ask for.")] = False,
+    retry: Annotated[bool, typer.Option("--retry", help="Run failed cells again.")] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="Run nothing if a cell is invalid.")] = False,
+    one_process: Annotated[
+        bool, typer.Option("--one-process", help="Run cells in this process: starts faster, shares memory and crashes.")
+    ] = False,
+    portable: Annotated[
+        bool, typer.Option("--portable/--no-portable", help="At the end, write DIR/portable to go on elsewhere.")
+    ] = True,
+) -> None:
+    """Run the cells of a matrix one after another; the same command goes on where it stopped.
+
+    Invalid cells are listed before any work and the others run. Failed cells are kept and shown. Exit code 1 if there is
+    one of either.
+    """
+    files = [item for item in arguments if "=" not in item]
+    if len(files) != 1:
+        raise ConfigError("one matrix file is needed", got=", ".join(files) or "none", remedy="Name it first")
+    settings = [item for item in arguments if "=" in item]
+    from qerl.experiments.plan import open_plan, plan_lines
+    from qerl.experiments.runner import Orders, run_matrix
+
+    if dry_run:
+        plan = open_plan(Path(files[0]), settings, out)
+        typer.echo("\n".join(plan_lines(plan)))
+        if any(cell.problem is not None for cell in plan.cells):
+            raise typer.Exit(1)
+        return
+    orders = Orders(
+        only=tuple(cell or ()),
+        max_minutes=max_minutes,
+        one_process=one_process,
+        retry=retry,
+        strict=strict,
+        match_only=match,
+        portable=portable,
+    )
+    # Without --portable this is a cell's own process, and the one that started it does the talking.
+    say = (lambda text: stderr().print(text, markup=False)) if portable else (lambda text: None)
+    plan = run_matrix(Path(files[0]), settings, out, orders, say)
+    states = [plan.state(item) for item in plan.cells if not orders.only or item.name in orders.only]
+    if portable:
+        counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
+        typer.echo(f"{plan.out}: {counts}")
+    if any(state in ("failed", "invalid") for state in states):
+        raise typer.Exit(1)
+
+
+def results(
+    folders: Annotated[list[Path], typer.Argument(metavar="DIR…", help="Matrix folders, or folders of results/.")],
+    write: Annotated[
+        Path | None,
+        typer.Option(metavar="RESULTS", help="Write RESULTS/<matrix>/<cell>/summary.json for each cell."),
+    ] = None,
+) -> None:
+    """Print the table of one or more matrices in Markdown, from the small summaries of their cells."""
+    from qerl.experiments.compare import compare_cells
+    from qerl.experiments.folders import export_summaries, read_cells
+    from qerl.experiments.table import markdown
+
+    for folder in folders:
+        cells = read_cells([folder])
+        if write is not None:
+            for path in export_summaries(cells, write):
+                stderr().print(f"written: {path}", markup=False)
+        typer.echo(markdown(compare_cells(cells)))

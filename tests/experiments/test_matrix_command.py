@@ -1,0 +1,66 @@
+"""``qerl matrix`` and ``qerl results`` as a user types them; cells in processes of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+from matrix_builders import ARMS, write_matrix
+from typer.testing import CliRunner
+
+from qerl.cli import app
+from qerl.experiments.manifest import Manifest
+
+
+def qerl(*arguments):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def test_a_dry_run_lists_the_cells_and_makes_nothing(tmp_path):
+    path = write_matrix(tmp_path, arms=[*ARMS, {"name": "broken", "set": {"lora.rank": 0}}])
+    result = qerl("matrix", path, "--out", tmp_path / "out", "--dry-run")
+    assert result.exit_code == 1
+    assert "broken-s0  INVALID: lora.rank" in result.output and "plain-s0   waiting" in result.output
+    assert not (tmp_path / "out").exists()
+
+
+def test_mistakes_end_in_a_message(tmp_path):
+    path = write_matrix(tmp_path)
+    for arguments, words in (
+        (["lora.rank=2"], "one matrix file is needed"),
+        ([path, "aqn.enabled=false"], "what the arms differ in"),
+        ([path, "--cell", "plain-s7"], "no such cell"),
+    ):
+        result = qerl("matrix", *arguments, "--out", tmp_path / "out")
+        assert result.exit_code == 2, result.output
+        assert words in " ".join(result.stderr.split())
+
+
+def test_a_cell_has_a_process_of_its_own_and_the_results_are_a_table(tmp_path):
+    path = write_matrix(tmp_path, arms=ARMS[:1], set={"train.steps": 1})
+    result = qerl("matrix", path, "--out", tmp_path / "out", "--max-minutes", "30")
+    assert result.exit_code == 0, result.output
+    assert "1 finished" in result.output
+    cell = json.loads((tmp_path / "out" / "plain-s0" / "cell.json").read_text())
+    assert cell["peak_memory"]["of"] == "process, resident" and cell["steps"] == 1
+    table = qerl("results", tmp_path / "out", "--write", tmp_path / "results").output
+    assert "| NVFP4 LoRA | " in table
+    assert (tmp_path / "results" / "small" / "plain-s0" / "summary.json").exists()
+
+
+def test_ctrl_c_reaches_the_cell_which_stops_after_its_step(tmp_path):
+    path = write_matrix(tmp_path, arms=[ARMS[0]], set={"train.steps": 400})
+    command = [sys.executable, "-m", "qerl", "matrix", str(path), "--out", str(tmp_path / "out")]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    metrics = tmp_path / "out" / "plain-s0" / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while not (metrics.exists() and metrics.read_text().count("\n") > 2) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    os.kill(process.pid, signal.SIGINT)
+    assert process.wait(timeout=60) == 0
+    assert Manifest(tmp_path / "out").cell("plain-s0")["state"] == "stopped"
+    assert list((tmp_path / "out" / "portable" / "plain-s0" / "checkpoints").glob("*/portable.npz"))
