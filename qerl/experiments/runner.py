@@ -292,7 +292,9 @@ def _write_portable(plan: Plan) -> None:
         for cell in plan.cells:
             run = plan.run(cell)
             if run.holds_a_run():
-                write_portable_run(run, folder / cell.name, checkpoint=plan.state(cell) not in DONE)
+                # Full-parameter checkpoints have no portable form: such a cell goes on only where it is.
+                small = plan.state(cell) not in DONE and cell.config is not None and cell.config.train.mode != "full"
+                write_portable_run(run, folder / cell.name, checkpoint=small)
             elif run.cell_path.exists():
                 (folder / cell.name).mkdir()
                 shutil.copyfile(run.cell_path, folder / cell.name / run.cell_path.name)
