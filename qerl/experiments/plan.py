@@ -17,8 +17,12 @@ from qerl.experiments.manifest import Manifest
 from qerl.experiments.schema import MatrixConfig
 from qerl.experiments.statistics import detectable_difference
 from qerl.metrics.run_dir import RunDir
+from qerl.model.aqn import places
+from qerl.model.spec import ModelSpec
+from qerl.train.fit import settle_memory
 from qerl.train.plan import describe
 from qerl.train.resume import check_same_config
+from qerl.train.session import require_model_path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,14 +81,24 @@ def _problem(cell: Cell) -> str | None:
     assert config is not None
     try:
         describe(config)
+        spec = ModelSpec.from_folder(require_model_path(config))
+        settle_memory(config)
+        if config.aqn.enabled:
+            places(config.aqn.sites, config.aqn.sharing, spec)
         for source, split in ((config.data.train, "train"), (config.data.eval, "test")):
             if source is not None:
                 _rows(source, split)
     except QerlError as error:
-        return str(error)
+        return _shortened(str(error))
     if config.data.eval is None or not config.eval.after:
         return "a cell of a matrix is judged by its evaluation after training: set data.eval, and eval.after=true"
     return None
+
+
+def _shortened(message: str) -> str:
+    """In one line; a memory plan that comes with a refusal is left out."""
+    lines = message.splitlines()
+    return message if len(lines) < 2 else f"{lines[0]}: {lines[-1]}"
 
 
 @lru_cache(maxsize=16)
