@@ -182,6 +182,8 @@ class OptimConfig(Section):
     """After warm-up: cosine to 0 at the last planned update, or constant."""
     max_grad_norm: Annotated[float, Field(gt=0)] = 0.2
     """Global gradient norm is clipped to this."""
+    nonfinite: Literal["stop", "skip"] = "stop"
+    """What a gradient with NaN or infinity does: end the run, or leave out the update with a warning. The batch is written to `nonfinite/` either way, and no parameter changes."""
     updates_per_rollout: Positive = 1
     """Optimizer updates made from one rollout; its groups are split into that many mini-batches."""
 

@@ -149,6 +149,11 @@ _LEARNING = section(
         "updates",
         "Mini-batches of this step in which no answer is in the loss, so without an update.",
     ),
+    (
+        "nonfinite_updates",
+        "updates",
+        "Updates of this step left out because the gradient held NaN or infinity (`optim.nonfinite=skip`); their batches are in nonfinite/.",
+    ),
     ("tokens/loss", "tokens", "Answer tokens that entered the loss."),
     ("tokens/effective", "tokens", "Those of them whose advantage is not 0: what the gradient is made of."),
     (

@@ -12,6 +12,7 @@
       evaluations/           step-000000.jsonl: one line a question
       adapters/              rollout-000000/: the adapter a rollout was sampled with
       checkpoints/           checkpoint-50/
+      nonfinite/             update-000007.pt: the batch of an update whose gradient was not finite
       memory.json            bytes by owner, predicted and measured
       summary.json           written at the end
       final.json             more evaluations of the trained model (a cell of a matrix)
@@ -263,6 +264,10 @@ class RunDir:
     def rollout_path(self, index: int) -> Path:
         """Parquet file with the behavior records of one rollout."""
         return self.rollouts_dir / f"rollout-{index:06d}.parquet"
+
+    def nonfinite_path(self, update: int) -> Path:
+        """File with the batch of an update whose gradient was not finite."""
+        return self.path / "nonfinite" / f"update-{update:06d}.pt"
 
     def adapter_path(self, index: int) -> Path:
         """Folder with the adapter that one rollout was sampled with; write it inside ``files.whole_folder``."""

@@ -11,6 +11,7 @@ Which policy is trained and what it is divided by (``docs/objectives.md`` has th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -27,6 +28,7 @@ from qerl.objective.importance import ImportanceWeights, WeightRule, importance_
 from qerl.objective.loss import Divisors, SurrogateSettings, divisors, surrogate, token_weights
 from qerl.records import TrainBatch
 from qerl.train.learn_stats import LearnStats
+from qerl.train.nonfinite import NonFinite, Report, names_of
 from qerl.train.optimizer import MasterOptimizer, apply_update, learning_rate
 from qerl.train.timing import StageTimer
 
@@ -85,6 +87,7 @@ def learn(
     noise: Noise | None,
     completed: int,
     timer: StageTimer,
+    report: Report | None = None,
 ) -> LearnStats:
     """All optimizer updates of one rollout.
 
@@ -93,12 +96,13 @@ def learn(
         noise: the rollout's noise (None when it had none).
         completed: updates made before this rollout.
         timer: receives the stages ``logprobs``, ``backward`` and ``optimizer``.
+        report: told of an update that cannot be made, before ``optim.nonfinite`` decides what becomes of the run.
 
     Returns:
         Sums from which the step's metrics are made.
 
     Raises:
-        TrainingError: a gradient is not finite.
+        TrainingError: a gradient is not finite, and ``optim.nonfinite`` is ``stop``.
     """
     replayed = noise if config.objective.noise == "replayed" else None
     updates = config.optim.updates_per_rollout
@@ -116,15 +120,33 @@ def learn(
     for index, (part, micro_batches) in enumerate(zip(minibatches, prepared, strict=True)):
         counts = divisors(part, samples, updates, config.rollout.max_new_tokens)
         with timer.stage("backward"):
-            for micro in micro_batches:
+            losses = [
                 _backward(config, model, micro, counts, replayed, stats, on_policy=not stats.grad_norms)
+                for micro in micro_batches
+            ]
         lr = learning_rate(completed + index, config.planned_updates, config.optim)
         with timer.stage("optimizer"):
-            if any(sample.in_loss for sample in part):
-                stats.add_update(apply_update(optimizer, lr, config.optim.max_grad_norm, completed + index + 1), lr)
-            else:
+            if not any(sample.in_loss for sample in part):
                 optimizer.zero_grad()
                 stats.skipped_updates += 1
+                continue
+            norm = apply_update(optimizer, lr, config.optim.max_grad_norm)
+            if math.isfinite(norm):
+                stats.add_update(norm, lr)
+                continue
+            found = NonFinite(
+                update=completed + index + 1,
+                norm=norm,
+                parameters=names_of([(name, parameter.grad) for name, parameter in optimizer.trained.items()]),
+                losses=tuple(float(loss) for loss in losses),
+                batches=tuple(micro.batch for micro in micro_batches),
+            )
+            optimizer.zero_grad()
+            if report is not None:
+                report(found)
+            if config.optim.nonfinite == "stop":
+                raise found.error(None)
+            stats.nonfinite_updates += 1
     return stats
 
 
@@ -152,7 +174,8 @@ def _backward(
     stats: LearnStats,
     *,
     on_policy: bool,
-) -> None:
+) -> Tensor:
+    """Adds the gradient of one micro-batch; returns its loss, detached."""
     settings, batch = SurrogateSettings.from_config(config.objective), micro.batch
     train = config.train
     logprobs_N, entropy_N = policy_logprobs(
@@ -177,3 +200,4 @@ def _backward(
     )
     result.loss.backward()
     stats.add_micro_batch(batch, logprobs_N.detach(), entropy_N.detach(), result, micro.importance, on_policy=on_policy)
+    return result.loss.detach()

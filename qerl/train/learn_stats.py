@@ -29,6 +29,7 @@ class LearnStats:
     grad_norms: list[float] = field(default_factory=list)
     learning_rates: list[float] = field(default_factory=list)
     skipped_updates: int = 0
+    nonfinite_updates: int = 0
     sums: dict[str, Tensor] = field(default_factory=dict)
     extremes: dict[str, Tensor] = field(default_factory=dict)
 
@@ -101,9 +102,10 @@ class LearnStats:
         tokens = sums.get("tokens", 0.0)
         updates = len(self.grad_norms)
         result = {
-            "loss": sums.get("loss", 0.0) / max(updates + self.skipped_updates, 1),
+            "loss": sums.get("loss", 0.0) / max(updates + self.skipped_updates + self.nonfinite_updates, 1),
             "updates": updates,
             "skipped_updates": self.skipped_updates,
+            "nonfinite_updates": self.nonfinite_updates,
         }
         if self.grad_norms:
             result["grad_norm"] = math.fsum(self.grad_norms) / len(self.grad_norms)

@@ -30,6 +30,7 @@ from qerl.train.completions_text import completions_text
 from qerl.train.diagnostics.observer import Diagnostics
 from qerl.train.learn import learn
 from qerl.train.noise.director import NoiseDirector
+from qerl.train.nonfinite import NonFinite, write_nonfinite
 from qerl.train.optimizer import MasterOptimizer
 from qerl.train.policy_version import ActivePolicy, activate_policy, assert_clean_scales
 from qerl.train.resume import TrainState, prune_checkpoints, save_checkpoint, save_policy
@@ -120,6 +121,7 @@ class Trainer:
             noise=policy.noise,
             completed=state.updates,
             timer=timer,
+            report=self.report_nonfinite,
         )
         metrics: dict[str, float] = {
             **step_metrics.group_metrics(groups),
@@ -221,6 +223,18 @@ class Trainer:
         on_policy.count_step(state.off_policy, found, state.step + 1)
         state.on_policy_steps += not found
         return {"on_policy": float(not found)}
+
+    def report_nonfinite(self, found: NonFinite) -> None:
+        """Write the batch of an update that cannot be made, and stop or warn as ``optim.nonfinite`` says."""
+        path = self.run.nonfinite_path(found.update)
+        write_nonfinite(path, found)
+        if self.config.optim.nonfinite == "stop":
+            raise found.error(path)
+        self.warn(
+            f"The gradient of update {found.update} was not finite and the update was left out; its batch is in {path.name} "
+            "under nonfinite/. Metric nonfinite_updates counts them.",
+            key="nonfinite",
+        )
 
     def evaluate(self, moment: str) -> dict[str, float]:
         """Evaluate under the declared policy; ``moment`` is ``before``, ``after`` or ``step N``."""

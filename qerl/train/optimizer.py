@@ -17,7 +17,7 @@ from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 
 from qerl.config.schema import OptimConfig
-from qerl.errors import MissingDependencyError, TrainingError
+from qerl.errors import MissingDependencyError
 
 
 class MasterOptimizer:
@@ -31,6 +31,7 @@ class MasterOptimizer:
     Attributes:
         inner: the optimizer, over masters: matrices (decayed), and one-dimensional scales and biases (never decayed).
         masters: parameter -> float32 master, of the parameters that are not float32 themselves.
+        trained: name -> what is optimized: the master, or the parameter itself.
 
     Raises:
         MissingDependencyError: ``optim.name`` needs a package that is not installed.
@@ -42,7 +43,8 @@ class MasterOptimizer:
             if parameter.dtype != torch.float32:
                 self.masters[parameter] = Parameter(parameter.detach().to(torch.float32))
                 parameter.register_post_accumulate_grad_hook(self._collect)
-        trained = [self.masters.get(parameter, parameter) for parameter in parameters.values()]
+        self.trained = {name: self.masters.get(parameter, parameter) for name, parameter in parameters.items()}
+        trained = list(self.trained.values())
         groups = [
             {"params": [p for p in trained if p.dim() >= 2], "weight_decay": config.weight_decay},
             {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
@@ -148,22 +150,15 @@ def learning_rate(completed: int, planned: int, config: OptimConfig) -> float:
     return config.lr * 0.5 * (1.0 + math.cos(math.pi * min(progress, 1.0)))
 
 
-def apply_update(optimizer: MasterOptimizer, lr: float, max_grad_norm: float, update: int) -> float:
-    """Clip the global gradient norm, take one step, clear the gradients.
+def apply_update(optimizer: MasterOptimizer, lr: float, max_grad_norm: float) -> float:
+    """Clip the global gradient norm and take one step, if it is finite; clear the gradients.
 
     Returns:
-        The gradient norm before clipping.
-
-    Raises:
-        TrainingError: the norm is not finite; parameters are left untouched.
+        The gradient norm before clipping. When it is not finite no parameter has changed, and the gradients, not cleared, can be
+        looked at.
     """
     norm = float(torch.nn.utils.clip_grad_norm_(optimizer.parameters(), max_grad_norm))
-    if not math.isfinite(norm):
-        raise TrainingError(
-            f"the gradient of update {update} is not finite",
-            got=f"norm {norm}",
-            remedy="Lower optim.lr, or look at the last rollout under rollouts/ for degenerate answers",
-        )
-    optimizer.step(lr)
-    optimizer.zero_grad()
+    if math.isfinite(norm):
+        optimizer.step(lr)
+        optimizer.zero_grad()
     return norm

@@ -35,16 +35,16 @@ def give_gradients(params, step, micro_batches=1):
 def train(params, optimizer, steps):
     for step in steps:
         give_gradients(params, step)
-        apply_update(optimizer, 1e-3, 1e9, update=step)
+        apply_update(optimizer, 1e-3, 1e9)
 
 
 def test_updates_smaller_than_a_rounding_add_up_in_the_master():
     """1 + 2^-8 is not a bfloat16: forty updates of 1e-3 move the weight only if something remembers them."""
     parameter = torch.nn.Parameter(torch.ones(4, 4, dtype=torch.bfloat16))
     optimizer = make_optimizer({"w": parameter}, OptimConfig(weight_decay=0.0))
-    for step in range(40):
+    for _ in range(40):
         parameter.float().sum().backward()
-        apply_update(optimizer, 1e-3, 1e9, update=step)
+        apply_update(optimizer, 1e-3, 1e9)
         (master,) = optimizer.masters.values()
         assert torch.equal(parameter, master.to(torch.bfloat16))
     assert parameter.max() < 0.97
@@ -60,7 +60,7 @@ def test_a_bfloat16_weight_follows_the_float32_trajectory():
     for step in range(5):
         give_gradients(narrow, step)
         assert all(parameter.grad is None for name, parameter in narrow.items() if name != "scale")
-        apply_update(ours, 1e-3, 1e9, update=step)
+        apply_update(ours, 1e-3, 1e9)
     for name, parameter in narrow.items():
         master = ours.masters.get(parameter, parameter)
         # Gradients of a bfloat16 weight are rounded once; Adam's step is at most lr each.
@@ -143,10 +143,10 @@ def test_copies_in_the_compute_type_know_that_a_master_has_changed(optimizer_nam
     masters = dict(group.named_parameters())
     optimizer = make_optimizer(masters, OptimConfig(name=optimizer_name))
     before = group.adapter_parts(torch.bfloat16)[0].a_RI.detach().clone()
-    for step in range(2):
+    for _ in range(2):
         for master in masters.values():
             master.grad = torch.ones_like(master)
-        apply_update(optimizer, 1e-2, 1e9, update=step)
+        apply_update(optimizer, 1e-2, 1e9)
         (part,) = group.adapter_parts(torch.bfloat16)
         assert torch.equal(part.a_RI, group.lora_a.to(torch.bfloat16))
         assert torch.equal(part.b_OR, group.lora_b[0].to(torch.bfloat16))
