@@ -33,9 +33,17 @@ _IMPLEMENTATIONS: dict[str, tuple[Implementation, ...]] = {
     ),
     "rms_norm": (Implementation("reference", "qerl.kernels.rms_norm.reference"),),
     "attention": (Implementation("reference", "qerl.kernels.attention.reference"),),
+    "cached_attention": (
+        Implementation("triton", "qerl.kernels.attention.cached_triton", ("cuda",)),
+        Implementation("reference", "qerl.kernels.attention.reference"),
+    ),
     "token_logprobs": (Implementation("reference", "qerl.kernels.token_logprobs.reference"),),
     "activation": (Implementation("reference", "qerl.kernels.activation.reference"),),
     "rope": (Implementation("reference", "qerl.kernels.rope.reference"),),
+    "sampling": (
+        Implementation("triton", "qerl.kernels.sampling.triton", ("cuda",)),
+        Implementation("reference", "qerl.kernels.sampling.reference"),
+    ),
 }
 
 OPERATIONS = tuple(_IMPLEMENTATIONS)

@@ -1,41 +1,44 @@
 """The rollout engine: answers to prompts by continuous batching, in the trainer's process and on its own tensors.
 
 A call prefills each prompt once (all but its last token; once an answer where noise at the prompt differs between answers),
-copies the prompt's keys and values to the rows of its answers, and then advances all running rows by one token a step. Tokens are chosen in one place, the decode step: the
-first one too, since the step feeds the last prompt token. Rows whose answers end are given to waiting sequences or
-closed up, so that a finished sequence costs nothing. There is one host synchronization a step (which rows ended).
+gives the prompt's keys and values to the rows of its answers, and then advances all running rows by one token a step. Tokens are
+chosen in one place, the decode step: the first one too, since the step feeds the last prompt token. On CUDA a step is a captured
+graph that asks nothing of the host; the host looks every ``window`` steps. Rows whose answers have ended are then given to waiting
+sequences or closed up.
 
-Weights, adapters, norms and noise are read where the trainer has them, at every pass: nothing is copied, merged or
-cached between calls.
-
-Shape legend: T packed prompt tokens, B running rows, M cache places, V vocabulary, E tokens that end an answer.
+Weights, adapters and norms are read where the trainer has them, at every pass: nothing is merged or copied between calls. Graphs and
+their memory stay from call to call.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
 from collections.abc import Sequence as Items
 
-import numpy as np
 import torch
-from torch import Tensor
 
 from qerl.errors import ConfigError, DataError, TrainingError
 from qerl.model.aqn import Noise
-from qerl.model.attention import PackedSequences, SampleRows
 from qerl.model.decoder import Decoder
 from qerl.model.tokenizer import Tokenizer
 from qerl.records import Completion, Prompt, SamplingSpec
-from qerl.rollout.kv_cache import DecodeContext, KVCache, PrefillContext
-from qerl.rollout.row_noise import RowNoise, decode_noise
-from qerl.rollout.sampler import check_sampling, choose
-from qerl.rollout.scheduler import Scheduler, Start
-from qerl.rollout.sequence import Answer, RowState, Sequence
+from qerl.rollout.call import Call, ProgressCallback
+from qerl.rollout.sampler import check_sampling
+from qerl.rollout.sequence import Answer, Sequence
+from qerl.rollout.workspace import Layout, Workspace
 
-ProgressCallback = Callable[[int, int, int], None]
-"""Called with (answers done, answers in all, tokens generated) whenever answers end."""
+BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512)
+"""Rows that a captured step may have; beyond the last, multiples of 128."""
+
+PAGE_TOKENS = 64
+"""Tokens a page, where the cache is in small pages."""
+
+CUDA_WINDOW = 16
+"""Steps between two looks of the host on CUDA. On the CPU the host looks at every step."""
+
+KV_SHARE = 0.5
+"""Most of the free memory of a CUDA device that keys and values take when no budget is given."""
 
 
 class Engine:
@@ -48,9 +51,14 @@ class Engine:
         max_model_len: longest prompt plus answer, in tokens; the model's own limit when not given.
         prefill_tokens: most prompt tokens of one prefill pass (a longer prompt makes a pass of its own).
         device: where the model is; taken from it when not given.
+        window: most steps between two looks of the host; 1 on the CPU and 16 on CUDA when not given. Answers do not depend on it.
+        paged: keys and values lie in pages from a common stock, else each row has room for the longest sequence of the call; by
+            default on CUDA only.
+        kv_bytes: most bytes of paged keys and values. When not given: half of the free memory on CUDA, no bound on the CPU.
+        graphs: decode steps are captured; by default on CUDA, and only there.
 
     Raises:
-        ConfigError: a limit below 1, or a max_model_len beyond the model's.
+        ConfigError: a limit below 1, a max_model_len beyond the model's, or graphs on the CPU.
     """
 
     name = "qerl"
@@ -64,10 +72,14 @@ class Engine:
         max_model_len: int | None = None,
         prefill_tokens: int = 8192,
         device: torch.device | str | None = None,
+        window: int | None = None,
+        paged: bool | None = None,
+        kv_bytes: int | None = None,
+        graphs: bool | None = None,
     ):
         limit = model.spec.max_positions
-        for name, value in (("max_num_seqs", max_num_seqs), ("prefill_tokens", prefill_tokens)):
-            if value < 1:
+        for name, value in (("max_num_seqs", max_num_seqs), ("prefill_tokens", prefill_tokens), ("window", window)):
+            if value is not None and value < 1:
                 raise ConfigError(f"engine setting {name} is out of range", got=value, expected="1 or more")
         if max_model_len is not None and not 1 <= max_model_len <= limit:
             raise ConfigError(
@@ -81,6 +93,16 @@ class Engine:
         self.max_model_len = max_model_len or limit
         self.prefill_tokens = prefill_tokens
         self.device = torch.device(device) if device is not None else model.device
+        cuda = self.device.type == "cuda"
+        self.window = window or (CUDA_WINDOW if cuda else 1)
+        self.paged = cuda if paged is None else paged
+        self.kv_bytes = kv_bytes
+        self.graphs = cuda if graphs is None else graphs
+        if self.graphs and not (cuda and self.paged):
+            raise ConfigError("decode steps can be captured on CUDA with a paged cache only", got=str(self.device))
+        self.buckets = _buckets(max_num_seqs) if self.graphs else None
+        """Row counts that a decode step may have; None: as many as run."""
+        self._workspace: Workspace | None = None
 
     @torch.no_grad()
     def generate(
@@ -109,12 +131,15 @@ class Engine:
         Returns:
             (completions, stats). completions[i * G + j] is answer j to prompt i. Stats are counters:
             ``generated_tokens``, ``prompt_tokens`` (each prompt once), ``prefill_tokens`` (computed before the first decode
-            step, all but the last of each prompt), ``decode_steps``, ``refills`` (times that freed
-            rows were filled again), ``peak_rows``, ``kv_bytes``, ``prefill_seconds``, ``decode_seconds``, ``seconds``
-            (these two, scheduling and text together) and ``tokens_per_second`` (generated, over ``seconds``).
+            step, all but the last of each prompt, and again what preempted ones had), ``decode_steps``, ``refills`` (times that freed
+            rows were filled again), ``preemptions`` (sequences that were put back for want of pages and computed again),
+            ``peak_rows``, ``kv_bytes``, ``graph_captures`` and ``graph_seconds`` (first steps of a kind, and their capture),
+            ``prefill_seconds``, ``decode_seconds``, ``seconds`` (these two, scheduling and text together) and
+            ``tokens_per_second`` (generated, over ``seconds``).
 
         Raises:
-            ConfigError: a sampling setting or the group size is out of range.
+            ConfigError: a sampling setting or the group size is out of range, or the keys and values of the longest sequence do not
+                fit the memory for them.
             DataError: no prompts, or a prompt that is empty, too long, or not of this model's vocabulary.
             TrainingError: the model gives logits that are not finite.
         """
@@ -133,7 +158,18 @@ class Engine:
             )
             for index in range(len(prompts) * group_size)
         ]
-        call = _Call(self, prompts, sequences, sampling, noise, adapters)
+        rows = min(self.max_num_seqs, len(sequences))
+        call = Call(
+            self._workspace_for(rows, max(sequence.prompt_length for sequence in sequences), sampling.max_new_tokens),
+            prompts,
+            sequences,
+            sampling,
+            noise,
+            adapters,
+            rows=rows,
+            prefill_tokens=self.prefill_tokens,
+            eos_ids=self.tokenizer.eos_ids,
+        )
         answers = call.run(on_progress)
         completions = tuple(
             self._completion(prompts[sequence.prompt_index], sequence, answer)
@@ -142,6 +178,68 @@ class Engine:
         seconds = time.perf_counter() - began
         stats = {**call.stats, "seconds": seconds, "tokens_per_second": call.stats["generated_tokens"] / seconds}
         return completions, stats
+
+    def release(self) -> None:
+        """Give back the memory of keys, values and graphs; the next call makes it anew."""
+        self._workspace = None
+
+    def _workspace_for(self, rows: int, prompt: int, answer: int) -> Workspace:
+        """Memory for so many rows of at most ``prompt + answer`` tokens: that of the last call, where it is kept and suffices."""
+        # The last token of an answer is never fed back.
+        longest = prompt + answer - 1
+        if not self.paged:
+            layout = Layout(
+                rows=rows,
+                pages=rows + 1,
+                page_tokens=longest,
+                columns=None,
+                window=self.window,
+                buckets=None,
+                graphs=False,
+            )
+            return Workspace(self.model, self.tokenizer.eos_ids, layout, self.device)
+        each = -(-longest // PAGE_TOKENS)
+        # All rows at their longest, the prompt of the spare row, and the page that belongs to nobody.
+        wanted = rows * each + prompt // PAGE_TOKENS + 3
+        kept = self._workspace
+        if kept is not None and kept.layout.pages >= wanted:
+            return kept
+        most = self._most_pages(kept)
+        if most - 2 < each:
+            raise ConfigError(
+                "the keys and values of the longest sequence do not fit the memory for them",
+                got=f"room for {max(0, most - 2) * PAGE_TOKENS} tokens",
+                expected=f"{longest}, the longest prompt plus rollout.max_new_tokens",
+                remedy="Shorten one of them, or free memory on the device.",
+            )
+        pages = min(wanted, most)
+        if kept is not None and kept.layout.pages >= pages:
+            return kept
+        self._workspace = kept = None
+        layout = Layout(
+            rows=self.buckets[-1] if self.buckets else self.max_num_seqs,
+            pages=pages,
+            page_tokens=PAGE_TOKENS,
+            columns=self.max_model_len // PAGE_TOKENS + 1,
+            window=self.window,
+            buckets=self.buckets,
+            graphs=self.graphs,
+        )
+        self._workspace = Workspace(self.model, self.tokenizer.eos_ids, layout, self.device)
+        return self._workspace
+
+    def _most_pages(self, kept: Workspace | None) -> int:
+        """Pages that the memory for keys and values holds."""
+        spec = self.model.spec
+        page_bytes = 2 * spec.num_layers * PAGE_TOKENS * spec.kv_size * self.model.dtype.itemsize
+        budget = self.kv_bytes
+        if budget is None:
+            if self.device.type != "cuda":
+                return 1 << 31
+            unused = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+            held = 0 if kept is None else kept.cache.nbytes
+            budget = int(KV_SHARE * (torch.cuda.mem_get_info(self.device)[0] + unused + held))
+        return budget // page_bytes
 
     def _check_prompts(self, prompts: Items[Prompt], sampling: SamplingSpec) -> None:
         if not prompts:
@@ -185,150 +283,7 @@ class Engine:
         )
 
 
-class _Call:
-    """State of one generate call; its cache and row tensors live and die with it."""
-
-    def __init__(
-        self,
-        engine: Engine,
-        prompts: Items[Prompt],
-        sequences: list[Sequence],
-        sampling: SamplingSpec,
-        noise: Noise | None,
-        adapters: bool,
-    ):
-        self.engine, self.prompts, self.sampling = engine, prompts, sampling
-        self.adapters = adapters
-        self.total = len(sequences)
-        rows = min(engine.max_num_seqs, self.total)
-        # Clean prompts are computed without noise, not with noise times zero: their keys and values are those of no noise.
-        self.prefill_noise = None if noise is not None and noise.state.prompt == "clean" else noise
-        self.decode_noise = decode_noise(noise, rows, engine.device)
-        self.by_sample = noise is not None and noise.by_sample
-        self.scheduler = Scheduler(sequences, rows=rows, prefill_tokens=engine.prefill_tokens)
-        self.state = RowState(rows, sampling, engine.device)
-        self.eos_E = torch.tensor(engine.tokenizer.eos_ids, device=engine.device)
-        spec = engine.model.spec
-        self.cache = KVCache(
-            layers=spec.num_layers,
-            rows=rows,
-            # The last token of an answer is never fed back.
-            length=max(sequence.prompt_length for sequence in sequences) + sampling.max_new_tokens - 1,
-            kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
-            dtype=engine.model.dtype,
-            device=engine.device,
-        )
-        self.offsets = [0] * rows
-        """Row -> tokens in its cache, less the steps made so far: what the host knows of ``RowState.length_R``."""
-        self.steps = 0
-        self.stats = {
-            "generated_tokens": 0.0,
-            "prompt_tokens": float(sum(len(prompt.token_ids) for prompt in prompts)),
-            "prefill_tokens": 0.0,
-            "kv_bytes": float(self.cache.nbytes),
-            "peak_rows": float(rows),
-            "prefill_seconds": 0.0,
-            "decode_seconds": 0.0,
-        }
-
-    def run(self, on_progress: ProgressCallback | None) -> list[Answer]:
-        """Generate everything; answers in the order of the sequences."""
-        answers: list[Answer | None] = [None] * self.total
-        done = 0
-        while not self.scheduler.done:
-            self._fill_rows()
-            ended = self._decode()
-            if not ended:
-                continue
-            harvested = self.state.harvest(ended)
-            for sequence, answer in zip(self.scheduler.release(ended), harvested, strict=True):
-                answers[sequence.index] = answer
-            done += len(ended)
-            self.stats["generated_tokens"] += sum(len(answer.token_ids) for answer in harvested)
-            if on_progress is not None:
-                on_progress(done, self.total, int(self.stats["generated_tokens"]))
-        self.stats["decode_steps"] = float(self.steps)
-        self.stats["refills"] = float(self.scheduler.refills)
-        return [answer for answer in answers if answer is not None]
-
-    def _fill_rows(self) -> None:
-        """Start waiting sequences in free rows, then close the gaps that remain."""
-        passes = self.scheduler.admit()
-        if passes:
-            began = time.perf_counter()
-            for starts in passes:
-                self._prefill(starts)
-            self.stats["prefill_seconds"] += time.perf_counter() - began
-        moves = self.scheduler.compact()
-        if moves:
-            sources, targets = zip(*moves, strict=True)
-            for source, target in moves:
-                self.offsets[target] = self.offsets[source]
-            source_M, target_M = torch.tensor((sources, targets), device=self.engine.device)
-            self.cache.copy(source_M, target_M, self.steps + max(self.offsets[row] for row in targets))
-            self.state.move(source_M, target_M)
-            if isinstance(self.decode_noise, RowNoise):
-                self.decode_noise.move(source_M, target_M)
-
-    def _prefill(self, starts: list[Start]) -> None:
-        """Bring the prompts of one pass into the cache, and their sequences into rows."""
-        spare_1 = torch.tensor([self.cache.spare], device=self.engine.device)
-        for start in starts:
-            if not start.prefill:
-                rows_M = torch.tensor(start.rows, device=self.engine.device)
-                self.cache.copy(spare_1, rows_M, start.sequences[0].prompt_length - 1)
-        fresh = [start for start in starts if start.prefill_tokens]
-        if fresh:
-            tokens_T, context = self._pack(fresh)
-            self.engine.model(tokens_T, context, noise=self.prefill_noise, adapters=self.adapters)
-            self.stats["prefill_tokens"] += len(tokens_T)
-        rows = [row for start in starts for row in start.rows]
-        sequences = [sequence for start in starts for sequence in start.sequences]
-        self.state.start(rows, sequences, [self.prompts[item.prompt_index].token_ids[-1] for item in sequences])
-        if isinstance(self.decode_noise, RowNoise):
-            self.decode_noise.start(rows, [sequence.sample_key for sequence in sequences])
-        for row, sequence in zip(rows, sequences, strict=True):
-            self.offsets[row] = sequence.prompt_length - 1 - self.steps
-
-    def _pack(self, fresh: list[Start]) -> tuple[Tensor, PrefillContext]:
-        """Tokens of the prompts, all but the last of each, end to end, and where their keys and values go."""
-        device, slab = self.engine.device, self.cache.length
-        tokens: list[int] = []
-        bounds, sources, places = [0], [], []
-        for start in fresh:
-            tokens.extend(self.prompts[start.sequences[0].prompt_index].token_ids[:-1])
-            positions = np.arange(start.prefill_tokens)
-            for slot in (*start.rows, self.cache.spare) if start.keep else start.rows:
-                sources.append(bounds[-1] + positions)
-                places.append(slot * slab + positions)
-            bounds.append(len(tokens))
-        whose: dict[str, Tensor] = {}
-        if self.by_sample:
-            heads = [start.sequences[0] for start in fresh]
-            whose = {
-                "sample_keys_S": torch.tensor([head.sample_key for head in heads], device=device),
-                "prompt_lengths_S": torch.tensor([head.prompt_length for head in heads], device=device),
-            }
-        packed = PackedSequences(torch.tensor(bounds, device=device), **whose)
-        source_M, place_M = (torch.from_numpy(np.concatenate(parts)).to(device) for parts in (sources, places))
-        return torch.tensor(tokens, device=device), PrefillContext(self.cache, packed, source_M, place_M)
-
-    def _decode(self) -> list[int]:
-        """Advance every running row by one token; the rows that ended."""
-        began = time.perf_counter()
-        state, running = self.state, len(self.scheduler.running)
-        samples = None
-        if self.by_sample:
-            samples = SampleRows(keys_S=state.sample_key_R[:running], prompt_lengths_S=state.prompt_length_R[:running])
-        longest = self.steps + max(self.offsets[:running])
-        context = DecodeContext(self.cache, state.length_R[:running], longest, samples)
-        hidden_BD = self.engine.model(
-            state.last_token_R[:running], context, noise=self.decode_noise, adapters=self.adapters
-        )
-        uniform_B = None if self.sampling.temperature == 0 else state.uniforms(running)
-        state.append(choose(self.engine.model.logits(hidden_BD), self.sampling, uniform_B))
-        self.steps += 1
-        ended = state.finished(running, self.eos_E)
-        self.stats["decode_seconds"] += time.perf_counter() - began
-        return ended
+def _buckets(most: int) -> tuple[int, ...]:
+    """Row counts of captured steps, ascending, up to the first that holds ``most`` rows."""
+    counts = [*BUCKETS, *range(BUCKETS[-1] + 128, most + 128, 128)]
+    return tuple(counts[: sum(count < most for count in counts) + 1])

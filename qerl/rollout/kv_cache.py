@@ -1,7 +1,11 @@
-"""Keys and values of the running sequences, one slab of fixed length a row.
+"""Keys and values of the running sequences, in pages: one page a row on the CPU, small pages from a common stock elsewhere.
 
-Shape legend: S slots (the rows of the decode batch, then one spare), L longest sequence, K key/value heads, d head size,
-T tokens, B running rows, M slots or tokens named in one call.
+With one page a row that holds the longest sequence, attention reads the cache in place, and rows that move take their page's
+content along. With small pages a table says which pages a row has; rows share the full pages of their prompt, and nothing is
+copied when they move.
+
+Shape legend: P pages, L tokens a page, N pages a row has at most, K key/value heads, d head size, T tokens, B running rows,
+R rows, M pages or tokens named in one call.
 """
 
 from __future__ import annotations
@@ -14,14 +18,14 @@ from qerl.model.attention import PackedSequences, SampleRows
 
 
 class KVCache:
-    """Slabs [S, L, K, d] of keys and of values, one pair a layer.
+    """Pages [P, L, K, d] of keys and of values, one pair a layer.
 
-    Slots are zero at first: attention multiplies what lies beyond a sequence's end by zero, which must not meet a NaN.
+    Pages are zero at first: attention multiplies what lies beyond a sequence's end by zero, which must not meet a NaN.
 
     Args:
         layers: decoder layers.
-        rows: rows of the decode batch; slot ``rows`` is the spare one.
-        length: L, the most tokens of a sequence that are ever fed to the model.
+        pages: P.
+        page_tokens: L.
         kv_heads: K.
         head_dim: d.
         dtype: of keys and values.
@@ -32,16 +36,16 @@ class KVCache:
         self,
         *,
         layers: int,
-        rows: int,
-        length: int,
+        pages: int,
+        page_tokens: int,
         kv_heads: int,
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
     ):
-        shape = (rows + 1, length, kv_heads, head_dim)
-        self.spare = rows
-        self.length = length
+        shape = (pages, page_tokens, kv_heads, head_dim)
+        self.pages = pages
+        self.page_tokens = page_tokens
         self.slabs = [
             (torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device))
             for _ in range(layers)
@@ -49,24 +53,19 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all slabs."""
+        """Bytes of all pages."""
         return sum(slab.numel() * slab.element_size() for pair in self.slabs for slab in pair)
 
     def write(self, layer: int, k_MKd: Tensor, v_MKd: Tensor, place_M: Tensor) -> None:
-        """Store M tokens at places slot * L + position (int64 [M], each once)."""
-        for slab_SLKd, values_MKd in zip(self.slabs[layer], (k_MKd, v_MKd), strict=True):
-            slab_SLKd.flatten(0, 1).index_copy_(0, place_M, values_MKd)
-
-    def rows(self, layer: int, count: int, length: int) -> tuple[Tensor, Tensor]:
-        """Views [B, length, K, d] of the keys and values of the first ``count`` rows."""
-        k_SLKd, v_SLKd = self.slabs[layer]
-        return k_SLKd[:count, :length], v_SLKd[:count, :length]
+        """Store M tokens at places page * L + offset (int64 [M], each once)."""
+        for slab_PLKd, values_MKd in zip(self.slabs[layer], (k_MKd, v_MKd), strict=True):
+            slab_PLKd.flatten(0, 1).index_copy_(0, place_M, values_MKd)
 
     def copy(self, source_M: Tensor, target_M: Tensor, length: int) -> None:
-        """Copy the first ``length`` positions of slots to other slots (int64 [M] each, disjoint)."""
+        """Copy the first ``length`` tokens of pages to other pages (int64 [M] each, disjoint)."""
         for pair in self.slabs:
-            for slab_SLKd in pair:
-                slab_SLKd[target_M, :length] = slab_SLKd[source_M, :length]
+            for slab_PLKd in pair:
+                slab_PLKd[target_M, :length] = slab_PLKd[source_M, :length]
 
 
 class PrefillContext:
@@ -75,8 +74,8 @@ class PrefillContext:
     Args:
         cache: where to.
         packed: bounds and positions of the prompts.
-        source_M: int64 [M], token of the pass; a prompt that several rows share occurs once for each.
-        place_M: int64 [M], where it goes (slot * L + position).
+        source_M: int64 [M], token of the pass; a token that several rows store occurs once for each.
+        place_M: int64 [M], where it goes (page * L + offset).
     """
 
     def __init__(self, cache: KVCache, packed: PackedSequences, source_M: Tensor, place_M: Tensor):
@@ -98,20 +97,39 @@ class DecodeContext:
     Args:
         cache: of all rows.
         lengths_B: int64 [B], tokens of each running row before this step, which is the position of its new token.
-        longest: largest of ``lengths_B``, known to the host.
         samples: whose rows these are, for noise that differs between them.
+        table_BN: int32 [B, N], pages of each row; None when row b has page b alone.
+        longest: largest of ``lengths_B`` where the host knows it and there is no table: less of the cache is looked at then.
     """
 
-    def __init__(self, cache: KVCache, lengths_B: Tensor, longest: int, samples: SampleRows | None = None):
+    def __init__(
+        self,
+        cache: KVCache,
+        lengths_B: Tensor,
+        samples: SampleRows | None = None,
+        *,
+        table_BN: Tensor | None = None,
+        longest: int | None = None,
+    ):
         self.positions_T = lengths_B
         self.samples = samples
-        self._cache = cache
+        self._cache, self._table_BN = cache, table_BN
+        self._end = None if longest is None else longest + 1
+        page = cache.page_tokens
+        if table_BN is None:
+            # A row that has ended with a full page goes on writing to its last place.
+            lengths_B = lengths_B.clamp(max=page - 1)
+            self._place_B = torch.arange(len(lengths_B), device=lengths_B.device) * page + lengths_B
+        else:
+            page_B = table_BN.gather(1, (lengths_B // page)[:, None])[:, 0]
+            self._place_B = page_B * page + lengths_B % page
         self._lengths_B = lengths_B + 1
-        self._longest = longest + 1
-        self._place_B = torch.arange(len(lengths_B), device=lengths_B.device) * cache.length + lengths_B
 
     def attend(self, layer: int, q_BHd: Tensor, k_BKd: Tensor, v_BKd: Tensor) -> Tensor:
         """Output of attention, same shape and dtype as ``q_BHd``."""
         self._cache.write(layer, k_BKd, v_BKd, self._place_B)
-        k_BLKd, v_BLKd = self._cache.rows(layer, len(q_BHd), self._longest)
-        return cached_attention(q_BHd, k_BLKd, v_BLKd, self._lengths_B, q_BHd.shape[-1] ** -0.5)
+        k_PLKd, v_PLKd = self._cache.slabs[layer]
+        if self._table_BN is None:
+            k_PLKd, v_PLKd = k_PLKd[: len(q_BHd), : self._end], v_PLKd[: len(q_BHd), : self._end]
+        scale = q_BHd.shape[-1] ** -0.5
+        return cached_attention(q_BHd, k_PLKd, v_PLKd, self._lengths_B, scale, table_BN=self._table_BN)

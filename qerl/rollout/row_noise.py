@@ -1,8 +1,9 @@
-"""Noise of the rows of the decode batch: draws that last as long as an answer, kept where the row is.
+"""Noise of the rows of the decode batch: draws that last longer than a step, in memory that stays where it is.
 
-A decode step sees one token a row, and the noise of scopes ``group`` and ``response`` is the same at every step of an answer.
-Drawing it anew each step would cost more than a small model's step, so it is drawn when a row starts, moves with the row,
-and is read in place. Nothing is kept of ``token`` noise, whose draws never repeat.
+A decode step sees one token a row, and the noise of scopes ``rollout``, ``group`` and ``response`` is the same at every step of an
+answer. Drawing it anew each step would cost more than a small model's step, so it is drawn when the rollout, or a row, starts,
+moves with the row, and is read in place: a captured step finds the next rollout's noise where the last one's was. Nothing is kept
+of ``token`` noise, whose draws never repeat.
 
 Shape legend: R rows, B running rows (the first B), M rows named in one call, D width of a norm.
 """
@@ -15,30 +16,42 @@ import torch
 from torch import Tensor
 
 from qerl.kernels.rms_norm import NormNoise, TableNoise
-from qerl.model.aqn import Noise, NoisePass, NoiseSource, Place
+from qerl.model.aqn import Noise, NoisePass, Place
 from qerl.model.attention import AttentionContext
 
-TABLE_BYTES = 1 << 30
+TABLE_BYTES = 2 << 30
 """Most memory of the tables of all places; noise that needs more is drawn at every step."""
 
 
-class RowNoise:
-    """A noise source for decode steps, with one table [R, D] a place.
+class DecodeNoise:
+    """A noise source for decode steps, with one table a place: [D] in scope ``rollout``, [R, D] in ``group`` and ``response``.
 
     Args:
-        noise: of scope ``group`` or ``response``.
+        noise: of one of these scopes.
         rows: R.
         device: where the tables lie.
     """
 
     def __init__(self, noise: Noise, rows: int, device: torch.device):
         self.noise = noise
-        self.tables: dict[Place, Tensor] = {
-            place: torch.zeros(rows, noise.widths[place], device=device) for place in noise.places()
-        }
+        self.by_row = noise.state.scope != "rollout"
+        self.tables: dict[Place, Tensor] = {}
+        for place in noise.places():
+            width = noise.widths[place]
+            self.tables[place] = torch.zeros((rows, width) if self.by_row else width, device=device)
+        self.begin(noise)
+
+    def begin(self, noise: Noise) -> None:
+        """Take over the noise of a call: of the places, widths and scope that the tables were made for."""
+        self.noise = noise
+        if not self.by_row:
+            for place, table_D in self.tables.items():
+                table_D.copy_(noise.values[place])
 
     def start(self, rows: Items[int], sample_keys: Items[int]) -> None:
         """Draw for samples that begin in these rows; samples with one scope key share a draw."""
+        if not self.by_row:
+            return
         device = next(iter(self.tables.values())).device
         first: dict[int, int] = {}
         for sample_key in sample_keys:
@@ -52,8 +65,9 @@ class RowNoise:
 
     def move(self, source_M: Tensor, target_M: Tensor) -> None:
         """Copy rows (int64 [M] each, disjoint) to others."""
-        for table_RD in self.tables.values():
-            table_RD[target_M] = table_RD[source_M]
+        if self.by_row:
+            for table_RD in self.tables.values():
+                table_RD[target_M] = table_RD[source_M]
 
     def for_pass(self, context: AttentionContext) -> NoisePass:
         """What a decode step over the first rows sees."""
@@ -63,21 +77,27 @@ class RowNoise:
 class _RowPass(NoisePass):
     """Reads the tables instead of drawing."""
 
-    def __init__(self, rows: RowNoise, context: AttentionContext):
+    def __init__(self, rows: DecodeNoise, context: AttentionContext):
         super().__init__(rows.noise, context)
-        self._tables = rows.tables
+        self._tables, self._by_row = rows.tables, rows.by_row
 
     def values(self, place: Place) -> Tensor:
-        return self._tables[place][: len(self.positions_T)]
+        table = self._tables[place]
+        return table[: len(self.positions_T)] if self._by_row else table
 
     def of_norm(self, layer: int, name: str) -> NormNoise | None:
         place = (layer, name)
-        return TableNoise(z_RD=self.values(place), noisy_T=self._noisy_T) if place in self._tables else None
+        if place not in self._tables:
+            return None
+        values = self.values(place)
+        if not self._by_row and self._noisy_T is None:
+            return values
+        return TableNoise(z_RD=values.view(-1, values.shape[-1]), noisy_T=self._noisy_T)
 
 
-def decode_noise(noise: Noise | None, rows: int, device: torch.device) -> NoiseSource | None:
-    """The source that decode steps read: tables where draws last an answer and fit, else the noise itself."""
-    if noise is None or not noise.places():
-        return None
-    keeps = noise.state.scope in ("group", "response") and 4 * rows * sum(noise.widths.values()) <= TABLE_BYTES
-    return RowNoise(noise, rows, device) if keeps else noise
+def fits_tables(noise: Noise, rows: int) -> bool:
+    """Whether decode steps read the noise from tables: draws outlast a step, and the tables are not too large."""
+    scope = noise.state.scope
+    return scope == "rollout" or (
+        scope in ("group", "response") and 4 * rows * sum(noise.widths.values()) <= TABLE_BYTES
+    )

@@ -8,7 +8,7 @@ less than min_p times as likely as the likeliest.
 A token is drawn by inverting the cumulative distribution in vocabulary order at a uniform number that the caller keys
 by (seed, stream, rollout, sample, position). Nothing here depends on the other rows of the batch.
 
-Shape legend: B sequences, V vocabulary, N blocks of the vocabulary, C tokens of a block, W answer positions.
+Shape legend: B sequences, V vocabulary, N blocks of the vocabulary, W answer positions.
 """
 
 from __future__ import annotations
@@ -17,15 +17,12 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from qerl.errors import ConfigError
 from qerl.kernels.philox import uniform_at
+from qerl.kernels.sampling import draw_token
+from qerl.kernels.sampling.reference import block_sums, invert, token_logprobs, token_weights
 from qerl.records import SamplingSpec
-
-BLOCK = 128
-"""Tokens per block of the two-level inversion: only the sum of each block and one block a row are summed in float64."""
-
 
 NUCLEUS_HEAD = 1024
 """Likeliest tokens among which top-p looks for its set before it sorts the whole vocabulary."""
@@ -72,34 +69,39 @@ def answer_uniforms(spec: SamplingSpec, sample_keys_B: Tensor, positions_B: Tens
     return uniform_at(spec.seed, spec.stream, positions_BW, sample_keys_B[:, None], spec.rollout, 0)
 
 
-def choose(logits_BV: Tensor, spec: SamplingSpec, uniform_B: Tensor | None) -> Chosen:
+def choose(
+    logits_BV: Tensor, spec: SamplingSpec, uniform_B: Tensor | None, temperature: float | Tensor | None = None
+) -> Chosen:
     """Choose one token a row.
 
     Args:
         logits_BV: float32 [B, V]; -inf marks impossible tokens.
         spec: temperature and truncations. Temperature 0 takes the arg-max (the lowest index of equals).
         uniform_B: float32 [B] in (0, 1); None will do when greedy.
+        temperature: ``spec.temperature`` in device memory (float64 [1]), where one captured graph serves all; that of ``spec``
+            when not given.
 
     Returns:
         Chosen. A token of probability 0 is never chosen, whatever the uniform number. Rows that hold a NaN give NaN
         log-probs (the engine reports them).
     """
-    top_B1 = logits_BV.amax(-1, keepdim=True)
+    temperature = spec.temperature if temperature is None else temperature
     if spec.temperature == 0:
-        behavior_B = -(logits_BV - top_B1).exp_().sum(-1, dtype=torch.float64).log().float()
-        return Chosen(logits_BV.argmax(-1), behavior_B, torch.zeros_like(behavior_B))
+        tokens_B, behavior_B = draw_token(logits_BV, None, 1.0 if isinstance(temperature, float) else temperature)
+        return Chosen(tokens_B, behavior_B, torch.zeros_like(behavior_B))
     assert uniform_B is not None
-    weights_BV = (logits_BV - top_B1).div_(spec.temperature).exp_()
-    sums_BN = _block_sums(weights_BV)
-    total_B = kept_total_B = sums_BN.sum(-1)
-    if spec.truncated_support:
-        weights_BV = weights_BV.masked_fill_(~support(logits_BV, weights_BV, spec), 0.0)
-        sums_BN = _block_sums(weights_BV)
-        kept_total_B = sums_BN.sum(-1)
-    tokens_B = _invert(weights_BV, sums_BN, uniform_B)
-    scaled_B = (logits_BV.gather(-1, tokens_B[:, None]) - top_B1)[:, 0].double() / spec.temperature
-    behavior_B = (scaled_B - total_B.log()).float()
-    sampler_B = (scaled_B - kept_total_B.log()).float() if spec.truncated_support else behavior_B
+    if not spec.truncated_support:
+        tokens_B, behavior_B = draw_token(logits_BV, uniform_B, temperature)
+        return Chosen(tokens_B, behavior_B, behavior_B)
+    top_B1 = logits_BV.amax(-1, keepdim=True)
+    weights_BV = token_weights(logits_BV, top_B1, temperature)
+    total_B = block_sums(weights_BV).sum(-1)
+    weights_BV = weights_BV.masked_fill_(~support(logits_BV, weights_BV, spec), 0.0)
+    sums_BN = block_sums(weights_BV)
+    tokens_B = invert(weights_BV, sums_BN, uniform_B)
+    behavior_B, sampler_B = (
+        token_logprobs(logits_BV, top_B1, temperature, tokens_B, whole_B) for whole_B in (total_B, sums_BN.sum(-1))
+    )
     return Chosen(tokens_B, behavior_B, sampler_B)
 
 
@@ -127,7 +129,8 @@ def _nucleus(weights_BV: Tensor, mass: float) -> Tensor:
     The likeliest few hundred tokens nearly always suffice, and finding them is far cheaper than sorting a vocabulary.
     """
     wanted_B1 = mass * weights_BV.sum(-1, keepdim=True, dtype=torch.float64)
-    head = min(NUCLEUS_HEAD, weights_BV.shape[-1])
+    # Whether the head suffices is a question to the host, which a captured graph cannot ask.
+    head = weights_BV.shape[-1] if weights_BV.is_cuda else min(NUCLEUS_HEAD, weights_BV.shape[-1])
     ordered_BH = weights_BV.topk(head, dim=-1).values
     until_BH = ordered_BH.cumsum(-1, dtype=torch.float64)
     if head < weights_BV.shape[-1] and bool((until_BH[:, -1:] < wanted_B1).any()):
@@ -138,37 +141,3 @@ def _nucleus(weights_BV: Tensor, mass: float) -> Tensor:
     equals_B1 = (kept_BH & (ordered_BH == least_B1)).sum(-1, keepdim=True)
     equal_BV = weights_BV == least_B1
     return (weights_BV > least_B1) | (equal_BV & (equal_BV.cumsum(-1, dtype=torch.int32) <= equals_B1))
-
-
-def _blocks(weights_BV: Tensor) -> Tensor:
-    """[B, N, C] view of the vocabulary, padded with zeros where V is no multiple of the block."""
-    padding = -weights_BV.shape[-1] % BLOCK
-    if padding:
-        weights_BV = functional.pad(weights_BV, (0, padding))
-    return weights_BV.unflatten(-1, (-1, BLOCK))
-
-
-def _block_sums(weights_BV: Tensor) -> Tensor:
-    """float64 [B, N]: sum of each block."""
-    return _blocks(weights_BV).sum(-1, dtype=torch.float64)
-
-
-def _invert(weights_BV: Tensor, sums_BN: Tensor, uniform_B: Tensor) -> Tensor:
-    """int64 [B]: first token whose cumulative weight exceeds uniform * total, found by block, then inside it."""
-    block_B, rest_B = _first_above(sums_BN, uniform_B.double() * sums_BN.sum(-1))
-    row_B = torch.arange(len(weights_BV), device=weights_BV.device)
-    inside_BC = _blocks(weights_BV)[row_B, block_B].double()
-    return block_B * BLOCK + _first_above(inside_BC, rest_B)[0]
-
-
-def _first_above(weights_BN: Tensor, target_B: Tensor) -> tuple[Tensor, Tensor]:
-    """Index of the first positive weight whose cumulative sum exceeds the target, and what of the target is left there.
-
-    When rounding leaves the target at or above the last sum, that is the last positive weight.
-    """
-    ends_BN = weights_BN.cumsum(-1)
-    ends_BN = torch.where(weights_BN > 0, ends_BN, -1.0)
-    reached_BN = (ends_BN > target_B[:, None]) | (ends_BN == ends_BN.amax(-1, keepdim=True))
-    index_B = reached_BN.to(torch.uint8).argmax(-1)
-    before_B = (ends_BN - weights_BN).gather(-1, index_B[:, None])[:, 0]
-    return index_B, target_B - before_B

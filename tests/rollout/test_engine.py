@@ -25,6 +25,8 @@ from qerl.model.checkpoint import norm_hash
 from qerl.model.tokenizer import load_tokenizer
 from qerl.records import SamplingSpec
 from qerl.rollout import engine as engine_module
+from qerl.rollout import workspace
+from qerl.rollout.call import Call
 from qerl.rollout.engine import Engine
 from qerl.rollout.sampler import choose
 
@@ -75,20 +77,20 @@ def tokens_of(completions):
 def test_logits_equal_a_whole_pass_at_every_step_of_a_ragged_batch(model, tokenizer, monkeypatch, rows):
     recorded = {}
 
-    def recording_choose(logits_BV, spec, uniform_B):
+    def recording_choose(logits_BV, *arguments):
         (call,) = calls
         for row, sequence in enumerate(call.scheduler.running):
-            recorded[sequence.index, int(call.state.count_R[row])] = logits_BV[row].clone()
-        return choose(logits_BV, spec, uniform_B)
+            recorded[sequence.index, int(call.workspace.state.count_R[row])] = logits_BV[row].clone()
+        return choose(logits_BV, *arguments)
 
-    class RecordedCall(engine_module._Call):
-        def __init__(self, *arguments):
-            super().__init__(*arguments)
+    class RecordedCall(Call):
+        def __init__(self, *arguments, **settings):
+            super().__init__(*arguments, **settings)
             calls.append(self)
 
     calls = []
-    monkeypatch.setattr(engine_module, "choose", recording_choose)
-    monkeypatch.setattr(engine_module, "_Call", RecordedCall)
+    monkeypatch.setattr(workspace, "choose", recording_choose)
+    monkeypatch.setattr(engine_module, "Call", RecordedCall)
     noise = make_noise(model)
     engine = Engine(model, tokenizer, max_num_seqs=rows, prefill_tokens=12)
     completions, _ = engine.generate(make_prompts(RAGGED), SamplingSpec(max_new_tokens=20), group_size=4, noise=noise)

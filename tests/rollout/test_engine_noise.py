@@ -206,5 +206,5 @@ def test_tables_take_the_memory_that_is_predicted(model, sharing):
     settings = ["aqn.scope=group", f"aqn.sharing={sharing}", "aqn.sites=[attn_norm, mlp_norm, final_norm]"]
     config = load_config(None, [*settings, "rollout.max_num_seqs=5"])
     predicted = memory.predict(config, model.spec, device_type="cpu").owners()["noise"]
-    source = row_noise.decode_noise(make_noise(model, "group", sharing=sharing), 5, model.device)
+    source = row_noise.DecodeNoise(make_noise(model, "group", sharing=sharing), 5, model.device)
     assert sum(table.nbytes for table in source.tables.values()) == predicted > 0

@@ -11,7 +11,10 @@ CPU = torch.device("cpu")
 
 
 def make_cache(rows=3, length=8, layers=2):
-    return KVCache(layers=layers, rows=rows, length=length, kv_heads=2, head_dim=4, dtype=torch.float32, device=CPU)
+    """One page a row, and a spare one."""
+    return KVCache(
+        layers=layers, pages=rows + 1, page_tokens=length, kv_heads=2, head_dim=4, dtype=torch.float32, device=CPU
+    )
 
 
 def random_tokens(count, heads, seed):
@@ -29,7 +32,7 @@ def last_token_attention(q_Hd, k_LKd, v_LKd):
     return out
 
 
-def test_size_is_that_of_all_slots_with_the_spare_one():
+def test_size_is_that_of_all_pages():
     assert make_cache(rows=3, length=8, layers=2).nbytes == 2 * 2 * (3 + 1) * 8 * 2 * 4 * 4
 
 
@@ -45,7 +48,7 @@ def test_prefill_stores_a_prompt_in_every_row_that_shares_it_and_nowhere_else():
     for slab, values in zip(cache.slabs[1], (k, v), strict=True):
         expected = torch.zeros_like(slab)
         expected[0, :3] = expected[2, :3] = values[:3]
-        expected[cache.spare, :2] = values[3:]
+        expected[3, :2] = values[3:]
         assert torch.equal(slab, expected)
     assert not any(slab.any() for slab in cache.slabs[0])
     for token, begin in ((2, 0), (4, 3), (3, 3)):
@@ -60,7 +63,7 @@ def test_decode_attends_to_each_rows_own_past_and_its_new_token():
     for slab, past in zip(cache.slabs[0], (past_k, past_v), strict=True):
         slab[:3] = past  # stale entries beyond each length, as a finished sequence leaves them
     q, k, v = random_tokens(3, 4, 6), random_tokens(3, 2, 7), random_tokens(3, 2, 8)
-    context = DecodeContext(cache, torch.tensor(lengths), 5)
+    context = DecodeContext(cache, torch.tensor(lengths), longest=5)
     assert context.positions_T.tolist() == lengths
     out = context.attend(0, q, k, v)
     for row, length in enumerate(lengths):
@@ -70,7 +73,7 @@ def test_decode_attends_to_each_rows_own_past_and_its_new_token():
         assert torch.equal(cache.slabs[0][0][row, length], k[row])
 
 
-def test_copy_takes_one_slot_to_several_and_no_more_than_asked():
+def test_copy_takes_one_page_to_several_and_no_more_than_asked():
     cache = make_cache()
     cache.slabs[0][0][3] = 7.0
     cache.copy(torch.tensor([3]), torch.tensor([0, 2]), 5)
@@ -79,4 +82,36 @@ def test_copy_takes_one_slot_to_several_and_no_more_than_asked():
         [0.0] * 8,
         [7.0] * 5 + [0.0] * 3,
         [7.0] * 8,
+    ]
+
+
+def test_decode_reads_and_writes_the_pages_of_the_table():
+    """Rows of 6, 4 and 0 tokens in pages of 4, scattered: the same as with a page a row."""
+    lengths, table = [6, 4, 0], torch.tensor([[5, 2, 0], [1, 4, 0], [6, 0, 0]], dtype=torch.int32)
+    paged, whole = make_cache(rows=7, length=4), make_cache(rows=3, length=12)
+    past_k, past_v = random_tokens(36, 2, 4).view(3, 12, 2, 4), random_tokens(36, 2, 5).view(3, 12, 2, 4)
+    for kind, past in enumerate((past_k, past_v)):
+        whole.slabs[0][kind][:3] = past
+        for row in range(3):
+            for place, page in enumerate(table[row].tolist()):
+                if page:
+                    paged.slabs[0][kind][page] = past[row, 4 * place : 4 * place + 4]
+    q, k, v = random_tokens(3, 4, 6), random_tokens(3, 2, 7), random_tokens(3, 2, 8)
+    expected = DecodeContext(whole, torch.tensor(lengths), longest=6).attend(0, q, k, v)
+    context = DecodeContext(paged, torch.tensor(lengths), table_BN=table)
+    assert context.positions_T.tolist() == lengths
+    assert torch.equal(context.attend(0, q, k, v), expected)
+    for row, length in enumerate(lengths):
+        page = table[row, length // 4]
+        assert torch.equal(paged.slabs[0][1][page, length % 4], v[row])
+
+
+def test_a_row_whose_page_is_full_writes_to_its_last_place_and_to_no_other_row():
+    cache = make_cache(rows=2, length=3)
+    context = DecodeContext(cache, torch.tensor([3, 1]), longest=3)
+    context.attend(0, random_tokens(2, 4, 1), random_tokens(2, 2, 2), random_tokens(2, 2, 3))
+    assert cache.slabs[0][0].abs().sum((2, 3)).gt(0).tolist() == [
+        [False] * 2 + [True],
+        [False, True, False],
+        [False] * 3,
     ]

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 from qerl.errors import ConfigError
 from qerl.kernels import philox
+from qerl.kernels.sampling import BLOCK, reference
 from qerl.records import SamplingSpec
 from qerl.rollout import sampler
-from qerl.rollout.sampler import BLOCK, answer_uniforms, check_sampling, choose, support
+from qerl.rollout.sampler import answer_uniforms, check_sampling, choose, support
 
 LARGEST_UNIFORM = 1 - 2.0**-24
 SMALLEST_UNIFORM = 2.0**-24
@@ -144,7 +145,7 @@ def test_impossible_tokens_are_never_chosen_at_either_end(spec):
     ],
 )
 def test_inversion_lands_on_a_positive_weight_at_the_ends_and_under_rounding(weights, target, index):
-    found, _ = sampler._first_above(torch.tensor([weights], dtype=torch.float64), torch.tensor([target]))
+    found, _ = reference._first_above(torch.tensor([weights], dtype=torch.float64), torch.tensor([target]))
     assert found.item() == index
 
 

@@ -1,7 +1,7 @@
 """Grouped-query attention in the two forms the decoder needs: packed sequences, and one query against a cache.
 
-Legend: T packed tokens, S sequences, H query heads, K key/value heads (H is a multiple of K), B cache slots, L cache
-length, d head size. Query head h reads key/value head h // (H / K).
+Legend: T packed tokens, S sequences, H query heads, K key/value heads (H is a multiple of K), B rows of a decode batch, P pages
+of the cache, L tokens a page, N pages a row has at most, d head size. Query head h reads key/value head h // (H / K).
 """
 
 from __future__ import annotations
@@ -34,17 +34,25 @@ def packed_attention(
 
 
 def cached_attention(
-    q_BHd: Tensor, k_cache_BLKd: Tensor, v_cache_BLKd: Tensor, lengths_B: Tensor, scale: float, *, kernel: str = "auto"
+    q_BHd: Tensor,
+    k_cache_PLKd: Tensor,
+    v_cache_PLKd: Tensor,
+    lengths_B: Tensor,
+    scale: float,
+    *,
+    table_BN: Tensor | None = None,
+    kernel: str = "auto",
 ) -> Tensor:
-    """One query a slot against the first `lengths_B` entries of its cache: a decode step. No gradient is needed.
+    """One query a row against the first `lengths_B` tokens of its cache: a decode step. No gradient is needed.
 
     Args:
         q_BHd: queries.
-        k_cache_BLKd, v_cache_BLKd: caches, the query's own key and value already written. Entries at or beyond a
-            slot's length have no influence but must be finite.
-        lengths_B: int64 [B], from 0 to L, at least one of them above 0; a slot of length 0 gives zeros.
+        k_cache_PLKd, v_cache_PLKd: P pages of L tokens, the query's own key and value already written. Entries at or beyond a
+            row's length have no influence but must be finite.
+        lengths_B: int64 [B], tokens of each row, at least one of them above 0; a row of length 0 gives zeros.
         scale: factor of the scores.
-        kernel: implementation by name.
+        table_BN: int32 [B, N], the pages of each row in order; None when row b has page b alone (P >= B).
+        kernel: implementation by name. On CUDA nothing is asked of the host, so a call can be captured.
 
     Returns:
         [B, H, d], dtype of q.
@@ -52,5 +60,5 @@ def cached_attention(
     Raises:
         KernelUnavailableError: `kernel` cannot run here.
     """
-    implementation = dispatch.load("attention", q_BHd.device, kernel)
-    return implementation.cached_attention(q_BHd, k_cache_BLKd, v_cache_BLKd, lengths_B, scale)
+    implementation = dispatch.load("cached_attention", q_BHd.device, kernel)
+    return implementation.cached_attention(q_BHd, k_cache_PLKd, v_cache_PLKd, lengths_B, scale, table_BN)

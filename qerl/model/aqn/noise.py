@@ -184,8 +184,6 @@ class NoisePass:
             self._samples = context.samples
             if state.prompt == "clean":
                 self._noisy_T = self.positions_T >= context.samples.of_tokens(context.samples.prompt_lengths_S)
-            if state.scope != "rollout":
-                self._counter = noise.counter(context.samples, self.positions_T)
 
     def of_norm(self, layer: int, name: str) -> NormNoise | None:
         """Noise of one place as the kernels take it, with the values of ``z``; nothing is drawn here."""
@@ -196,8 +194,11 @@ class NoisePass:
             return None
         if noise.state.scope == "rollout":
             return TableNoise(z_RD=noise.values[place].unsqueeze(0), noisy_T=self._noisy_T)
-        samples, counter = self._samples, self._counter
-        assert samples is not None and counter is not None
+        samples = self._samples
+        assert samples is not None
+        if self._counter is None:
+            self._counter = noise.counter(samples, self.positions_T)
+        counter = self._counter
         return KeyedNoise(
             key_2=counter.key_2,
             width=noise.widths[place],

@@ -1,0 +1,110 @@
+"""Sampling in plain torch. Legend: B rows, V vocabulary, N blocks of the vocabulary, C tokens of a block."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from qerl.kernels.philox.reference import philox4x32
+
+BLOCK = 128
+"""Tokens per block of the two-level inversion: only the sum of each block and one block a row are summed in float64."""
+
+
+def draw_token(logits_BV: Tensor, uniform_B: Tensor | None, temperature: float | Tensor) -> tuple[Tensor, Tensor]:
+    """See `qerl.kernels.sampling.draw_token`."""
+    top_B1 = logits_BV.amax(-1, keepdim=True)
+    if uniform_B is None:
+        logprob_B = -(logits_BV - top_B1).exp_().sum(-1, dtype=torch.float64).log().float()
+        return logits_BV.argmax(-1), logprob_B
+    weights_BV = token_weights(logits_BV, top_B1, temperature)
+    sums_BN = block_sums(weights_BV)
+    tokens_B = invert(weights_BV, sums_BN, uniform_B)
+    return tokens_B, token_logprobs(logits_BV, top_B1, temperature, tokens_B, sums_BN.sum(-1))
+
+
+def token_weights(logits_BV: Tensor, top_B1: Tensor, temperature: float | Tensor) -> Tensor:
+    """exp((logits - top) / T), float32 [B, V]."""
+    if isinstance(temperature, Tensor):
+        temperature = temperature.float()
+    return (logits_BV - top_B1).div_(temperature).exp_()
+
+
+def token_logprobs(
+    logits_BV: Tensor, top_B1: Tensor, temperature: float | Tensor, tokens_B: Tensor, total_B: Tensor
+) -> Tensor:
+    """float32 [B]: log of the weight of each row's token over the sum of its weights (float64 [B])."""
+    scaled_B = (logits_BV.gather(-1, tokens_B[:, None]) - top_B1)[:, 0].double() / temperature
+    return (scaled_B - total_B.log()).float()
+
+
+def blocks(weights_BV: Tensor) -> Tensor:
+    """[B, N, C] view of the vocabulary, padded with zeros where V is no multiple of the block."""
+    padding = -weights_BV.shape[-1] % BLOCK
+    if padding:
+        weights_BV = functional.pad(weights_BV, (0, padding))
+    return weights_BV.unflatten(-1, (-1, BLOCK))
+
+
+def block_sums(weights_BV: Tensor) -> Tensor:
+    """float64 [B, N]: sum of each block."""
+    return blocks(weights_BV).sum(-1, dtype=torch.float64)
+
+
+def invert(weights_BV: Tensor, sums_BN: Tensor, uniform_B: Tensor) -> Tensor:
+    """int64 [B]: first token whose cumulative weight exceeds uniform * total, found by block, then inside it."""
+    block_B, rest_B = _first_above(sums_BN, uniform_B.double() * sums_BN.sum(-1))
+    row_B = torch.arange(len(weights_BV), device=weights_BV.device)
+    inside_BC = blocks(weights_BV)[row_B, block_B].double()
+    return block_B * BLOCK + _first_above(inside_BC, rest_B)[0]
+
+
+def _first_above(weights_BN: Tensor, target_B: Tensor) -> tuple[Tensor, Tensor]:
+    """Index of the first positive weight whose cumulative sum exceeds the target, and what of the target is left there.
+
+    When rounding leaves the target at or above the last sum, that is the last positive weight.
+    """
+    ends_BN = weights_BN.cumsum(-1)
+    ends_BN = torch.where(weights_BN > 0, ends_BN, -1.0)
+    reached_BN = (ends_BN > target_B[:, None]) | (ends_BN == ends_BN.amax(-1, keepdim=True))
+    index_B = reached_BN.to(torch.uint8).argmax(-1)
+    before_B = (ends_BN - weights_BN).gather(-1, index_B[:, None])[:, 0]
+    return index_B, target_B - before_B
+
+
+def keyed_uniforms(key_3: Tensor, positions_B: Tensor, sample_keys_B: Tensor) -> Tensor:
+    """See `qerl.kernels.sampling.keyed_uniforms`."""
+    word0, word1, rollout = key_3.tolist()
+    counter = (positions_B, sample_keys_B, torch.full_like(positions_B, rollout), torch.zeros_like(positions_B))
+    first_B = philox4x32(counter, (word0, word1))[0]
+    return (((first_B >> 9).double() + 0.5) * 2.0**-23).float()
+
+
+def advance_rows(
+    tokens_B: Tensor,
+    behavior_B: Tensor,
+    sampler_B: Tensor,
+    *,
+    last_token_R: Tensor,
+    length_R: Tensor,
+    count_R: Tensor,
+    limit_R: Tensor,
+    alive_R: Tensor,
+    cursor_1: Tensor,
+    eos_E: Tensor,
+    tokens_WR: Tensor,
+    logprobs_2WR: Tensor,
+) -> None:
+    """See `qerl.kernels.sampling.advance_rows`."""
+    rows = len(tokens_B)
+    alive_B = alive_R[:rows]
+    entry_B = torch.where(alive_B, tokens_B, -1)
+    tokens_WR[:, :rows].index_copy_(0, cursor_1, entry_B[None].to(tokens_WR.dtype))
+    for plane_WR, values_B in zip(logprobs_2WR, (behavior_B, sampler_B), strict=True):
+        plane_WR[:, :rows].index_copy_(0, cursor_1, values_B[None])
+    last_token_R[:rows] = torch.where(alive_B, tokens_B, last_token_R[:rows])
+    count_R[:rows] += alive_B
+    length_R[:rows] += alive_B
+    alive_B &= ~(tokens_B[:, None] == eos_E).any(-1) & (count_R[:rows] < limit_R[:rows])
+    cursor_1 += 1

@@ -1,0 +1,147 @@
+"""What each row of the decode batch knows, on the device, and the window through which the host sees what the rows chose.
+
+Shape legend: R rows of the decode batch, B running rows (the first B of R), M sequences named in one call, W steps of a window,
+U answer positions whose random numbers are drawn at once, E tokens that end an answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from qerl.kernels import philox
+from qerl.kernels.sampling import advance_rows, keyed_uniforms
+from qerl.records import SamplingSpec
+from qerl.rollout.sampler import Chosen, answer_uniforms
+from qerl.rollout.sequence import Sequence
+
+UNIFORM_WINDOW = 32
+"""Answer positions whose random numbers are drawn in one call on the CPU; one call a step would cost as much as sampling."""
+
+
+class RowState:
+    """Tensors that are updated in place: a captured step reads and writes the same memory at every replay.
+
+    A row's sequence has its prompt and ``count`` answer tokens. Its next pass feeds ``last_token``, whose keys and values belong
+    at position ``length`` of the cache; at the start that is the last known token. A row that is not ``alive`` changes no more.
+
+    Args:
+        rows: R.
+        window: W, most steps between two looks of the host.
+        eos_ids: E.
+        device: where the tensors lie.
+    """
+
+    def __init__(self, rows: int, window: int, eos_ids: Items[int], device: torch.device):
+        def integers(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        self.last_token_R = integers(rows)
+        self.length_R = integers(rows)
+        self.count_R = integers(rows)
+        self.limit_R = integers(rows)
+        self.sample_key_R = integers(rows)
+        self.prompt_length_R = integers(rows)
+        self.alive_R = integers(rows, dtype=torch.bool)
+        self.eos_E = torch.tensor(list(eos_ids), dtype=torch.int64, device=device)
+        self.cursor_1 = integers(1)
+        self.tokens_WR = integers(window, rows, dtype=torch.int32)
+        self.logprobs_2WR = torch.zeros(2, window, rows, device=device)
+        self.key_3 = integers(3)
+        """Key words of seed and stream, and the rollout: the part of the random numbers' key that all rows share."""
+        self.temperature_1 = torch.ones(1, dtype=torch.float64, device=device)
+        self.uniform_RU = torch.zeros(rows, UNIFORM_WINDOW, device=device)
+        self._column = UNIFORM_WINDOW
+        self.spec = SamplingSpec()
+
+    def begin(self, spec: SamplingSpec) -> None:
+        """Prepare for a call: its sampling settings, and no row alive."""
+        self.spec = spec
+        self._column = UNIFORM_WINDOW
+        self.key_3.copy_(torch.tensor([*philox.stream_key(spec.seed, spec.stream), spec.rollout]))
+        self.temperature_1.fill_(spec.temperature)
+        self.cursor_1.zero_()
+        self.clear(0, len(self.alive_R))
+
+    def start(self, rows: Items[int], sequences: Items[Sequence], last_tokens: Items[int]) -> None:
+        """Put sequences whose known tokens (all but the last) are in the cache into rows."""
+        row_M = torch.tensor(rows, device=self.length_R.device)
+        columns = (
+            last_tokens,
+            [sequence.known_length - 1 for sequence in sequences],
+            [sequence.answered for sequence in sequences],
+            [self.spec.max_new_tokens] * len(rows),
+            [sequence.sample_key for sequence in sequences],
+            [sequence.prompt_length for sequence in sequences],
+        )
+        fresh = torch.tensor(columns, device=row_M.device)
+        for state_R, values_M in zip(self._integers(), fresh, strict=True):
+            state_R[row_M] = values_M
+        self.alive_R[row_M] = True
+        if self._column < UNIFORM_WINDOW and self.spec.temperature > 0:
+            width = UNIFORM_WINDOW - self._column
+            self.uniform_RU[row_M, self._column :] = answer_uniforms(self.spec, fresh[4], fresh[2], width)
+
+    def clear(self, first: int, stop: int) -> None:
+        """Make rows [first, stop) ones that do not run."""
+        self.alive_R[first:stop] = False
+        self.length_R[first:stop] = 0
+
+    def uniforms(self, running: int) -> Tensor | None:
+        """float32 [B]: the random numbers of this step's tokens, or None when greedy. Called once a step."""
+        if self.spec.temperature == 0:
+            return None
+        if self.key_3.device.type != "cpu":
+            return keyed_uniforms(self.key_3, self.count_R[:running], self.sample_key_R[:running])
+        if self._column == UNIFORM_WINDOW:
+            keys_B, counts_B = self.sample_key_R[:running], self.count_R[:running]
+            self.uniform_RU[:running] = answer_uniforms(self.spec, keys_B, counts_B, UNIFORM_WINDOW)
+            self._column = 0
+        self._column += 1
+        return self.uniform_RU[:running, self._column - 1]
+
+    def append(self, chosen: Chosen) -> None:
+        """Add one token to each of the first B rows that is alive."""
+        advance_rows(
+            chosen.tokens_B,
+            chosen.behavior_logprobs_B,
+            chosen.sampler_logprobs_B,
+            last_token_R=self.last_token_R,
+            length_R=self.length_R,
+            count_R=self.count_R,
+            limit_R=self.limit_R,
+            alive_R=self.alive_R,
+            cursor_1=self.cursor_1,
+            eos_E=self.eos_E,
+            tokens_WR=self.tokens_WR,
+            logprobs_2WR=self.logprobs_2WR,
+        )
+
+    def look(self, steps: int, running: int) -> tuple[np.ndarray, np.ndarray]:
+        """What the last ``steps`` steps chose (synchronizes), and a new window.
+
+        Returns:
+            (int32 [steps, B] tokens, -1 where a row was not alive, float32 [2, steps, B] log-probs).
+        """
+        tokens = self.tokens_WR[:steps, :running].cpu().numpy().copy()
+        logprobs = self.logprobs_2WR[:, :steps, :running].cpu().numpy().copy()
+        self.cursor_1.zero_()
+        return tokens, logprobs
+
+    def move(self, source_M: Tensor, target_M: Tensor) -> None:
+        """Copy rows (int64 [M] each, disjoint) to others."""
+        for state_R in (*self._integers(), self.alive_R, self.uniform_RU):
+            state_R[target_M] = state_R[source_M]
+
+    def _integers(self) -> tuple[Tensor, ...]:
+        return (
+            self.last_token_R,
+            self.length_R,
+            self.count_R,
+            self.limit_R,
+            self.sample_key_R,
+            self.prompt_length_R,
+        )

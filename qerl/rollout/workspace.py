@@ -1,0 +1,152 @@
+"""The memory of the decode batch and the step that advances it: rows, cache, page table, noise, and captured steps.
+
+On CUDA a workspace outlives the calls that use it, since captured steps are bound to its memory; a call only rewrites the contents.
+
+Shape legend: B rows of a step (running ones first), R rows, N pages a row has at most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from qerl.model.aqn import Noise, NoiseSource
+from qerl.model.attention import SampleRows
+from qerl.model.decoder import Decoder
+from qerl.records import SamplingSpec
+from qerl.rollout.cuda_graphs import GraphPool
+from qerl.rollout.kv_cache import DecodeContext, KVCache
+from qerl.rollout.pages import PageBook
+from qerl.rollout.row_noise import DecodeNoise, fits_tables
+from qerl.rollout.row_state import RowState
+from qerl.rollout.sampler import choose
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Sizes of a workspace."""
+
+    rows: int
+    """R."""
+    pages: int
+    """Pages of the cache; one of them is the spare row's, or the one that belongs to nobody."""
+    page_tokens: int
+    columns: int | None
+    """N; None when each row has one page, of its own number, and the last page is the spare row's."""
+    window: int
+    """Most steps between two looks of the host."""
+    buckets: tuple[int, ...] | None
+    """Ascending numbers of rows that a step may have, the last at least R; None: as many as run."""
+    graphs: bool
+    """Steps are captured."""
+
+
+class Workspace:
+    """What the decode steps of one model read and write.
+
+    Args:
+        model: read at every step.
+        eos_ids: tokens that end an answer.
+        layout: sizes.
+        device: where it lies.
+    """
+
+    def __init__(self, model: Decoder, eos_ids: Items[int], layout: Layout, device: torch.device):
+        spec = model.spec
+        self.model, self.layout, self.device = model, layout, device
+        self.state = RowState(layout.rows, layout.window, eos_ids, device)
+        self.cache = KVCache(
+            layers=spec.num_layers,
+            pages=layout.pages,
+            page_tokens=layout.page_tokens,
+            kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            dtype=model.dtype,
+            device=device,
+        )
+        self.table_RN: Tensor | None = None
+        if layout.columns is not None:
+            self.table_RN = torch.zeros(layout.rows, layout.columns, dtype=torch.int32, device=device)
+        self.graphs = GraphPool(device) if layout.graphs else None
+        self.noise: NoiseSource | None = None
+        self._tables: dict[Hashable, DecodeNoise] = {}
+        self._key: Hashable | None = None
+        self._adapters = True
+        self._by_sample = False
+
+    def begin(self, spec: SamplingSpec, noise: Noise | None, adapters: bool) -> None:
+        """Prepare for a call."""
+        self.state.begin(spec)
+        self._adapters = adapters
+        self._by_sample = noise is not None and noise.by_sample
+        noise_key: Hashable | None = None
+        self.noise = noise if noise is not None and noise.places() else None
+        if noise is not None and self.noise is not None and fits_tables(noise, self.layout.rows):
+            noise_key = (noise.state.scope, noise.state.prompt, noise.state.sharing, tuple(noise.widths.items()))
+            tables = self._tables.get(noise_key)
+            if tables is None:
+                tables = self._tables[noise_key] = DecodeNoise(noise, self.layout.rows, self.device)
+            else:
+                tables.begin(noise)
+            self.noise = tables
+        captured = self.noise is None or noise_key is not None
+        self._key = (adapters, noise_key, _sampling_class(spec)) if captured else None
+
+    def write_table(self, book: PageBook) -> None:
+        """Bring the device's page table up to date."""
+        if self.table_RN is None or not book.changed:
+            return
+        rows = sorted(book.changed)
+        lines = np.zeros((len(rows), self.table_RN.shape[1]), dtype=np.int32)
+        for line, row in zip(lines, rows, strict=True):
+            line[: len(book.rows[row])] = book.rows[row]
+        self.table_RN[torch.tensor(rows, device=self.device)] = torch.from_numpy(lines).to(self.device)
+        book.changed.clear()
+
+    def decode(self, running: int, steps: int, longest: int) -> tuple[np.ndarray, np.ndarray]:
+        """Advance the first ``running`` rows by ``steps`` tokens, those that end on the way excepted; see ``RowState.look``.
+
+        Args:
+            running: rows that hold sequences.
+            steps: at most the window.
+            longest: most tokens that a row has in the cache.
+        """
+        rows = running
+        if self.layout.buckets is not None:
+            rows = next(bucket for bucket in self.layout.buckets if bucket >= running)
+            self.state.clear(running, rows)
+        for index in range(steps):
+            if self.graphs is None or self._key is None:
+                self._step(rows, longest + index)
+            else:
+                self.graphs.run((rows, self._key), lambda: self._step(rows, 0))
+        return self.state.look(steps, running)
+
+    def _step(self, rows: int, longest: int) -> None:
+        """One token for each of the first ``rows`` rows."""
+        state, table_RN = self.state, self.table_RN
+        samples = None
+        if self._by_sample:
+            samples = SampleRows(keys_S=state.sample_key_R[:rows], prompt_lengths_S=state.prompt_length_R[:rows])
+        context = DecodeContext(
+            self.cache,
+            state.length_R[:rows],
+            samples,
+            table_BN=None if table_RN is None else table_RN[:rows],
+            longest=longest if self.graphs is None else None,
+        )
+        hidden_BD = self.model(state.last_token_R[:rows], context, noise=self.noise, adapters=self._adapters)
+        temperature = None if self.device.type == "cpu" else state.temperature_1
+        state.append(choose(self.model.logits(hidden_BD), state.spec, state.uniforms(rows), temperature))
+
+
+def _sampling_class(spec: SamplingSpec) -> Hashable:
+    """What of the sampling settings decides which kernels run. A temperature is read on the device; truncations are not."""
+    if spec.temperature == 0 or not spec.truncated_support:
+        return spec.temperature == 0
+    return spec.top_k, spec.top_p, spec.min_p

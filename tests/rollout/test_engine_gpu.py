@@ -1,0 +1,166 @@
+"""The engine on CUDA: captured steps against the same steps run one by one, and what must be visible without a new capture."""
+
+import pytest
+import torch
+from rollout_builders import make_prompts
+
+from qerl.config.schema import LoraConfig, QuantConfig
+from qerl.kernels import sampling
+from qerl.kernels.attention import cached_attention
+from qerl.kernels.philox import stream_key
+from qerl.model.aqn import NoiseState
+from qerl.model.checkpoint import load_model
+from qerl.model.tokenizer import load_tokenizer
+from qerl.objective.batch import Sample, pack
+from qerl.records import SamplingSpec
+from qerl.rollout.engine import Engine
+from qerl.rollout.sampler import answer_uniforms
+from qerl.train.learn import policy_logprobs
+
+pytestmark = pytest.mark.gpu
+RAGGED, GROUP = (5, 1, 17, 9, 16), 4
+SPEC = SamplingSpec(max_new_tokens=18, seed=4)
+KERNEL_TOLERANCE = 0.004
+"""bfloat16 mean |difference of probabilities| of engine and trainer."""
+
+
+@pytest.fixture(scope="module")
+def tokenizer(qwen2_folder):
+    return load_tokenizer(qwen2_folder)
+
+
+def load(folder, dtype=torch.float32):
+    quant = QuantConfig(format="nvfp4", dense_cache="on")
+    model = load_model(folder, quant=quant, lora=LoraConfig(rank=4, alpha=8.0), dtype=dtype, device="cuda")
+    for name, parameter in model.trainable_parameters().items():
+        if "lora_b" in name:
+            parameter.data.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)).cuda())
+    return model
+
+
+def make_noise(model, scope, rollout=2, sigma=0.3, prompt="noisy"):
+    sites = ("attn_norm", "mlp_norm", "final_norm")
+    state = NoiseState(
+        seed=1, rollout=rollout, stage=1, sigma=sigma, group_size=GROUP, scope=scope, prompt=prompt, sites=sites
+    )
+    return state.materialize(model)
+
+
+def tokens_of(completions):
+    return [completion.token_ids for completion in completions]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(14, 2, 64), (28, 4, 128), (6, 3, 80)])
+def test_cached_attention_equals_the_reference_at_any_length_and_split(dtype, heads, kv_heads, size):
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=generator, device="cuda", dtype=torch.float32).to(dtype)
+
+    lengths = torch.tensor([1, 64, 65, 700, 3, 333, 1000, 128], device="cuda")
+    table = (torch.randperm(8 * 16, device="cuda") + 1).view(8, 16).int()
+    q, k, v = normal(8, heads, size), normal(129, 64, kv_heads, size), normal(129, 64, kv_heads, size)
+    exact = cached_attention(q.double(), k.double(), v.double(), lengths, 0.1, table_BN=table, kernel="reference")
+    found = cached_attention(q, k, v, lengths, 0.1, table_BN=table, kernel="triton")
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(found.double(), exact, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_tokens_and_logprobs_of_the_sampling_kernels_equal_the_reference(temperature):
+    generator = torch.Generator("cuda").manual_seed(0)
+    logits = torch.randn(256, 151936, generator=generator, device="cuda") * 4
+    logits[:128, ::3] = float("-inf")
+    keys, positions = torch.arange(256, device="cuda") * 977, torch.arange(256, device="cuda") % 31
+    spec = SamplingSpec(seed=3, rollout=9)
+    key_3 = torch.tensor([*stream_key(spec.seed, spec.stream), spec.rollout], device="cuda")
+    uniforms = sampling.keyed_uniforms(key_3, positions, keys)
+    assert torch.equal(uniforms, answer_uniforms(spec, keys, positions, 1)[:, 0])
+    for chosen in (uniforms, None):
+        one = sampling.draw_token(logits, chosen, temperature, kernel="triton")
+        other = sampling.draw_token(logits, chosen, temperature, kernel="reference")
+        same = one[0] == other[0]
+        assert same.float().mean() > 0.99, "only numbers within rounding of an edge may choose differently"
+        torch.testing.assert_close(one[1][same], other[1][same], rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("scope", [None, "rollout", "group", "response", "token"])
+@pytest.mark.parametrize("spec", [SPEC, SamplingSpec(max_new_tokens=18, top_p=0.9), SamplingSpec(temperature=0.0, max_new_tokens=18)])
+def test_captured_steps_give_the_answers_of_steps_run_one_by_one(qwen2_folder, tokenizer, scope, spec):
+    model = load(qwen2_folder)
+    noise = None if scope is None else make_noise(model, scope, prompt="clean" if scope == "group" else "noisy")
+    found = []
+    for graphs in (True, False):
+        engine = Engine(model, tokenizer, max_num_seqs=16, graphs=graphs, window=5)
+        for _ in range(2):
+            completions, stats = engine.generate(make_prompts(RAGGED), spec, group_size=GROUP, noise=noise)
+            found.append((tokens_of(completions), [c.behavior_logprobs for c in completions]))
+        assert stats["graph_captures"] == 0, "all captures belong to the first call"
+    assert found[0][0] == found[1][0] == found[2][0] == found[3][0]
+    for one, other in zip(found[0][1], found[2][1], strict=True):
+        assert one == pytest.approx(other, abs=1e-5)
+
+
+def test_adapters_noise_temperature_and_seed_change_without_a_new_capture(qwen2_folder, tokenizer):
+    model = load(qwen2_folder)
+    # One look a call: all calls then run steps of one size.
+    engine, prompts = Engine(model, tokenizer, max_num_seqs=32, window=18), make_prompts(RAGGED)
+    noises = [make_noise(model, "rollout", rollout=i) for i in range(2)]
+    answers, captures = [], []
+
+    def generate(spec, noise):
+        completions, stats = engine.generate(prompts, spec, group_size=GROUP, noise=noise)
+        plain, _ = Engine(model, tokenizer, max_num_seqs=32, graphs=False).generate(
+            prompts, spec, group_size=GROUP, noise=noise
+        )
+        assert tokens_of(completions) == tokens_of(plain)
+        answers.append(tuple(tokens_of(completions)))
+        captures.append(stats["graph_captures"])
+
+    generate(SPEC, noises[0])
+    generate(SPEC, noises[0])
+    generate(SPEC, noises[1])
+    shift_adapters_on_device(model, 0.3)
+    generate(SPEC, noises[1])
+    generate(SamplingSpec(max_new_tokens=18, seed=4, temperature=0.6), noises[1])
+    generate(SamplingSpec(max_new_tokens=18, seed=5, rollout=3), noises[1])
+    assert answers[0] == answers[1]
+    assert len(set(answers)) == 5
+    assert captures[0] > 0
+    assert sum(captures[1:]) == 0
+
+
+def shift_adapters_on_device(model, size):
+    for name, parameter in model.trainable_parameters().items():
+        if "lora_b" in name:
+            change = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(2)) * size
+            parameter.data.add_(change.to(parameter.device))
+
+
+def test_a_bound_on_the_cache_changes_no_answer(qwen2_folder, tokenizer):
+    model = load(qwen2_folder)
+    page_bytes = 2 * 2 * 64 * 24 * 4
+    prompts, spec = make_prompts((40, 30, 20, 44)), SamplingSpec(max_new_tokens=20, temperature=1.5)
+    expected, _ = Engine(model, tokenizer, max_num_seqs=16).generate(prompts, spec, group_size=GROUP)
+    found, stats = Engine(model, tokenizer, max_num_seqs=16, kv_bytes=6 * page_bytes).generate(
+        prompts, spec, group_size=GROUP
+    )
+    assert tokens_of(found) == tokens_of(expected)
+    assert stats["kv_bytes"] <= 6 * page_bytes
+
+
+@pytest.mark.parametrize("scope", ["rollout", "response"])
+def test_engine_and_trainer_agree_in_bfloat16(qwen2_folder, tokenizer, scope):
+    model = load(qwen2_folder, torch.bfloat16)
+    noise = make_noise(model, scope)
+    completions, _ = Engine(model, tokenizer, max_num_seqs=16).generate(
+        make_prompts(RAGGED), SPEC, group_size=GROUP, noise=noise
+    )
+    samples = [Sample(completion=completion, advantage=1.0, in_loss=True) for completion in completions]
+    gaps = []
+    with torch.no_grad():
+        for batch in pack(samples, 10_000, torch.device("cuda")):
+            logprobs, _ = policy_logprobs(model, batch, 1.0, noise=noise)
+            gaps.append((logprobs.exp() - batch.behavior_logprobs_N.exp()).abs())
+    assert torch.cat(gaps).mean() < KERNEL_TOLERANCE

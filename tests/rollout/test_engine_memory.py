@@ -1,0 +1,152 @@
+"""What the engine does with memory must not show in the answers: pages, preemption, padded steps, and how often the host looks."""
+
+import pytest
+from rollout_builders import load_tiny, make_prompts
+
+from qerl.errors import ConfigError
+from qerl.model.aqn import NoiseState
+from qerl.model.tokenizer import load_tokenizer
+from qerl.records import SamplingSpec
+from qerl.rollout import engine as engine_module
+from qerl.rollout.engine import Engine
+
+RAGGED, GROUP = (5, 1, 17, 9, 16), 4
+SPEC = SamplingSpec(max_new_tokens=18, seed=4)
+BATCH_TOLERANCE = 1e-5
+"""float32 log-probs of an answer in different batches."""
+
+PAGE = 4
+PAGE_BYTES = 2 * 2 * PAGE * 24 * 4
+"""Of the tiny model: layers, k and v, tokens, 2 heads of 12, float32."""
+
+
+@pytest.fixture(scope="module")
+def tokenizer(qwen2_folder):
+    return load_tokenizer(qwen2_folder)
+
+
+@pytest.fixture(scope="module")
+def model(qwen2_folder):
+    return load_tiny(qwen2_folder)
+
+
+@pytest.fixture(autouse=True)
+def small_pages(monkeypatch):
+    monkeypatch.setattr(engine_module, "PAGE_TOKENS", PAGE)
+
+
+def make_noise(model, scope, prompt="noisy"):
+    sites = ("attn_norm", "mlp_norm", "final_norm")
+    return NoiseState(
+        seed=1, rollout=2, stage=1, sigma=0.3, group_size=GROUP, scope=scope, prompt=prompt, sites=sites
+    ).materialize(model)
+
+
+def generate(model, tokenizer, noise=None, spec=SPEC, buckets=None, **settings):
+    engine = Engine(model, tokenizer, **settings)
+    engine.buckets = buckets
+    return engine.generate(make_prompts(RAGGED), spec, group_size=GROUP, noise=noise)
+
+
+def assert_same_answers(found, expected):
+    for one, other in zip(found, expected, strict=True):
+        assert (one.sample_key, one.token_ids, one.stop_reason) == (
+            other.sample_key,
+            other.token_ids,
+            other.stop_reason,
+        )
+        assert one.behavior_logprobs == pytest.approx(other.behavior_logprobs, abs=BATCH_TOLERANCE)
+        assert one.sampler_logprobs == pytest.approx(other.sampler_logprobs, abs=BATCH_TOLERANCE)
+
+
+SPECS = [
+    SPEC,
+    SamplingSpec(max_new_tokens=18, top_p=0.9, temperature=0.8),
+    SamplingSpec(temperature=0.0, max_new_tokens=18),
+]
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=["plain", "top_p", "greedy"])
+def test_answers_do_not_depend_on_how_often_the_host_looks_nor_on_pages_nor_on_padding(model, tokenizer, spec):
+    expected, _ = generate(model, tokenizer, spec=spec)
+    assert len({len(completion.token_ids) for completion in expected}) > 2, "answers should end at many places"
+    for settings in (
+        {"window": 5},
+        {"window": 100, "max_num_seqs": 3},
+        {"window": 7, "paged": True, "max_num_seqs": 6},
+        {"paged": True, "max_num_seqs": 3, "prefill_tokens": 10},
+        {"window": 4, "paged": True, "max_num_seqs": 8, "buckets": (1, 3, 8)},
+    ):
+        found, stats = generate(model, tokenizer, spec=spec, **settings)
+        assert_same_answers(found, expected)
+        assert stats["preemptions"] == 0
+        assert stats["generated_tokens"] == sum(len(completion.token_ids) for completion in expected)
+
+
+@pytest.mark.parametrize("scope", ["rollout", "group", "response", "token"])
+@pytest.mark.parametrize("prompt", ["noisy", "clean"])
+def test_preempted_sequences_give_the_answers_of_undisturbed_ones_under_any_noise(model, tokenizer, scope, prompt):
+    noise = make_noise(model, scope, prompt)
+    expected, _ = generate(model, tokenizer, noise)
+    settings = {"paged": True, "kv_bytes": 22 * PAGE_BYTES, "max_num_seqs": 12, "window": 3, "buckets": (4, 12)}
+    found, stats = generate(model, tokenizer, noise, **settings)
+    assert_same_answers(found, expected)
+    assert stats["preemptions"] > 0
+    assert stats["kv_bytes"] <= 22 * PAGE_BYTES
+
+
+@pytest.mark.parametrize("pages", [11, 12, 13, 17])
+def test_preemption_at_any_shortage_changes_no_answer(model, tokenizer, pages):
+    """11 pages are the least: the longest sequence has 34 tokens in the cache, 9 pages; a spare one; and the one of nobody."""
+    expected, whole = generate(model, tokenizer)
+    found, stats = generate(model, tokenizer, paged=True, kv_bytes=pages * PAGE_BYTES, window=2)
+    assert_same_answers(found, expected)
+    assert stats["prefill_tokens"] > whole["prefill_tokens"]
+
+
+def test_a_memory_too_small_for_one_sequence_is_refused(model, tokenizer):
+    with pytest.raises(ConfigError, match="do not fit"):
+        generate(model, tokenizer, paged=True, kv_bytes=10 * PAGE_BYTES)
+
+
+def test_pages_are_kept_between_calls_and_grow_with_need(model, tokenizer):
+    engine = Engine(model, tokenizer, paged=True)
+    prompts, short = make_prompts(RAGGED), SamplingSpec(max_new_tokens=2)
+    _, first = engine.generate(prompts[:1], short)
+    _, larger = engine.generate(prompts, SPEC, group_size=GROUP)
+    _, again = engine.generate(prompts[:1], short)
+    assert first["kv_bytes"] < larger["kv_bytes"] == again["kv_bytes"]
+    kept = engine._workspace
+    expected, _ = Engine(model, tokenizer).generate(prompts, SPEC, group_size=GROUP)
+    assert_same_answers(engine.generate(prompts, SPEC, group_size=GROUP)[0], expected)
+    assert engine._workspace is kept
+    engine.release()
+    assert_same_answers(engine.generate(prompts, SPEC, group_size=GROUP)[0], expected)
+
+
+def test_a_kept_workspace_takes_each_calls_settings(model, tokenizer):
+    """Noise, adapters, temperature, seed and stream of one call must not leak into the next."""
+    kept = Engine(model, tokenizer, paged=True, window=4)
+    prompts = make_prompts(RAGGED)
+    calls = [
+        {"noise": make_noise(model, "rollout")},
+        {"noise": make_noise(model, "response")},
+        {},
+        {"adapters": False},
+        {"noise": make_noise(model, "response", "clean"), "first_sample_key": 40},
+        {"spec": SamplingSpec(max_new_tokens=9, temperature=0.5, seed=2)},
+        {"spec": SamplingSpec(max_new_tokens=18, stream="eval", rollout=3)},
+        {"spec": SamplingSpec(max_new_tokens=5, temperature=0.0)},
+        {},
+    ]
+    for arguments in calls:
+        rest = dict(arguments)
+        spec = rest.pop("spec", SPEC)
+        found, _ = kept.generate(prompts, spec, group_size=GROUP, **rest)
+        expected, _ = Engine(model, tokenizer).generate(prompts, spec, group_size=GROUP, **rest)
+        assert_same_answers(found, expected)
+
+
+def test_graphs_are_refused_on_the_cpu(model, tokenizer):
+    with pytest.raises(ConfigError, match="captured on CUDA"):
+        Engine(model, tokenizer, graphs=True)
