@@ -34,8 +34,8 @@ _IMPLEMENTATIONS: dict[str, tuple[Implementation, ...]] = {
     "rms_norm": (Implementation("reference", "qerl.kernels.rms_norm.reference"),),
     "attention": (Implementation("reference", "qerl.kernels.attention.reference"),),
     "cached_attention": (
-        Implementation("triton", "qerl.kernels.attention.cached_triton", ("cuda",)),
-        Implementation("reference", "qerl.kernels.attention.reference"),
+        Implementation("triton", "qerl.kernels.cached_attention.triton", ("cuda",)),
+        Implementation("reference", "qerl.kernels.cached_attention.reference"),
     ),
     "token_logprobs": (Implementation("reference", "qerl.kernels.token_logprobs.reference"),),
     "activation": (Implementation("reference", "qerl.kernels.activation.reference"),),

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from qerl.kernels.attention import cached_attention
+from qerl.kernels.cached_attention import cached_attention
 from qerl.model.attention import PackedSequences, SampleRows
 
 

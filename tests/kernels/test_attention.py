@@ -6,7 +6,8 @@ import math
 import pytest
 import torch
 
-from qerl.kernels.attention import cached_attention, packed_attention
+from qerl.kernels.attention import packed_attention
+from qerl.kernels.cached_attention import cached_attention
 
 LENGTHS = [[1], [5, 5, 5], [3, 1, 7, 2], [1, 9]]
 HEADS = [(4, 4), (4, 2), (6, 1), (6, 3)]

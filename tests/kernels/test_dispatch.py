@@ -8,7 +8,8 @@ import torch
 from qerl.errors import KernelUnavailableError
 from qerl.formats import get_format
 from qerl.kernels import dispatch
-from qerl.kernels.attention import cached_attention, packed_attention
+from qerl.kernels.attention import packed_attention
+from qerl.kernels.cached_attention import cached_attention
 from qerl.kernels.fp4_linear import fp4_linear
 from qerl.kernels.rms_norm import rms_norm
 from qerl.kernels.token_logprobs import token_logprobs

@@ -6,7 +6,7 @@ from rollout_builders import make_prompts
 
 from qerl.config.schema import LoraConfig, QuantConfig
 from qerl.kernels import sampling
-from qerl.kernels.attention import cached_attention
+from qerl.kernels.cached_attention import cached_attention
 from qerl.kernels.philox import stream_key
 from qerl.model.aqn import NoiseState
 from qerl.model.checkpoint import load_model
@@ -86,7 +86,9 @@ def test_tokens_and_logprobs_of_the_sampling_kernels_equal_the_reference(tempera
 
 
 @pytest.mark.parametrize("scope", [None, "rollout", "group", "response", "token"])
-@pytest.mark.parametrize("spec", [SPEC, SamplingSpec(max_new_tokens=18, top_p=0.9), SamplingSpec(temperature=0.0, max_new_tokens=18)])
+@pytest.mark.parametrize(
+    "spec", [SPEC, SamplingSpec(max_new_tokens=18, top_p=0.9), SamplingSpec(temperature=0.0, max_new_tokens=18)]
+)
 def test_captured_steps_give_the_answers_of_steps_run_one_by_one(qwen2_folder, tokenizer, scope, spec):
     model = load(qwen2_folder)
     noise = None if scope is None else make_noise(model, scope, prompt="clean" if scope == "group" else "noisy")

@@ -1,7 +1,6 @@
 """Attention by torch's scaled_dot_product_attention on padded batches.
 
-Legend: T packed tokens, S sequences, L longest sequence, H query heads, K key/value heads, G = H / K query heads that
-share one, B rows of a decode batch, P pages of the cache, d head size.
+Legend: T packed tokens, S sequences, L longest sequence, H query heads, K key/value heads, d head size.
 """
 
 from __future__ import annotations
@@ -37,34 +36,3 @@ def packed_attention(q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, cu_seqlens_S1:
     shift_S = torch.arange(sequences, device=q_THd.device) * longest - starts_S
     slot_T = torch.arange(total, device=q_THd.device) + shift_S.repeat_interleave(lengths_S, output_size=total)
     return o_PHd.index_select(0, slot_T)
-
-
-def cached_attention(
-    q_BHd: Tensor,
-    k_cache_PLKd: Tensor,
-    v_cache_PLKd: Tensor,
-    lengths_B: Tensor,
-    scale: float,
-    table_BN: Tensor | None = None,
-) -> Tensor:
-    """See `qerl.kernels.attention.cached_attention`.
-
-    The G query heads of one key/value head stand in the place of query positions, so nothing of an unpaged cache is copied;
-    pages are gathered, as far as the longest row.
-    """
-    rows, heads, size = q_BHd.shape
-    page, kv_heads = k_cache_PLKd.shape[1:3]
-    longest = int(lengths_B.max())
-    q_BKGd = q_BHd.view(rows, kv_heads, heads // kv_heads, size)
-
-    def of_rows(cache_PLKd: Tensor) -> Tensor:
-        if table_BN is None:
-            return cache_PLKd[:rows, :longest].transpose(1, 2)
-        pages_BN = table_BN[:, : -(-longest // page)]
-        return cache_PLKd[pages_BN].flatten(1, 2)[:, :longest].transpose(1, 2)
-
-    visible_B11L = (torch.arange(longest, device=q_BHd.device) < lengths_B[:, None])[:, None, None]
-    o_BKGd = scaled_dot_product_attention(
-        q_BKGd, of_rows(k_cache_PLKd), of_rows(v_cache_PLKd), attn_mask=visible_B11L, scale=scale
-    )
-    return o_BKGd.reshape(rows, heads, size)

@@ -40,7 +40,7 @@ def cached_attention(
     table_BN: Tensor | None = None,
     splits: int | None = None,
 ) -> Tensor:
-    """See `qerl.kernels.attention.cached_attention`; ``splits`` overrides the number of parts."""
+    """See `qerl.kernels.cached_attention.cached_attention`; ``splits`` overrides the number of parts."""
     rows, heads, size = q_BHd.shape
     page, kv_heads = k_cache_PLKd.shape[1:3]
     group = heads // kv_heads
