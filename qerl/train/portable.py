@@ -40,6 +40,7 @@ PORTABLE_FILE = "portable.npz"
 PORTABLE_VERSION = 1
 OPTIMIZER_FILE = "optimizer.pt"
 STATE_FILE = "trainer_state.json"
+LEFT_BEHIND = "(text left behind by a portable copy)"
 BLOCK = 256
 """Moments that share a scale."""
 LEVELS_PER_OCTAVE = 12
@@ -285,6 +286,6 @@ def _without_texts(lines: str) -> str:
     """Rows of an evaluation without questions and answers' texts; what was found, its outcome and its length stay."""
     rows = [json.loads(line) for line in lines.split("\n") if line]
     for row in rows:
-        row.pop("question", None)
-        row["answers"] = [{key: value for key, value in answer.items() if key != "text"} for answer in row["answers"]]
+        row["question"] = LEFT_BEHIND
+        row["answers"] = [answer | {"text": LEFT_BEHIND} for answer in row["answers"]]
     return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)

@@ -174,7 +174,9 @@ def test_a_portable_run_leaves_records_adapters_and_texts_behind(tmp_path):
     }
     assert size == sum((copy.path / name).stat().st_size for name in names)
     kept = copy.read_evaluation(0)[0]
-    assert kept == {"id": "q1", "answer": "4", "accuracy": 1.0, "answers": [{"parsed": "4", "outcome": "correct"}]}
+    assert "long" not in str(kept) and "Long?" not in str(kept)
+    assert (kept["id"], kept["answer"], kept["accuracy"]) == ("q1", "4", 1.0)
+    assert (kept["answers"][0]["parsed"], kept["answers"][0]["outcome"]) == ("4", "correct")
     write_portable_run(run, tmp_path / "portable", checkpoint=False)
     assert not copy.checkpoints_dir.exists()
     assert math.isfinite(size)
