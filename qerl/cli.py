@@ -55,7 +55,7 @@ EXAMPLES = {
     ),
     "rollout": ("runs/demo --data arithmetic:test --n 8 --limit 64 --out samples",),
     "quantize": ("demo --out demo-nvfp4", "Qwen2.5-3B-Instruct --method best --calibration text.jsonl --out 3B-NVFP4"),
-    "report": ("runs/demo", "configs/demo.yaml --out demo.html"),
+    "report": ("runs/demo", "configs/demo.yaml --out demo.html", "runs/nvfp4 runs/bf16"),
     "watch": ("runs/demo", "runs/demo --plain", "runs/demo --once"),
     "export": ("runs/demo --out served/adapter", "runs/demo --merge --weights trained --out served/model"),
     "plan": ("configs/demo.yaml", "configs/bigmath_32b_nvfp4_aqn.yaml --gpu 48GB train.token_budget=9216"),
@@ -218,23 +218,36 @@ def report(
     run: Annotated[
         str, typer.Argument(metavar="RUN", help="Run folder (finished or not), or the CONFIG.yaml of the run.")
     ],
-    settings: Settings = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[BASELINE]", help="Another run folder: state the speed-up over it. CONFIG: key=value …"
+        ),
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(metavar="FILE.html", help="Where to write; default RUN/report.html.")
     ] = None,
 ) -> None:
-    """Write one self-contained HTML page about a run."""
-    folder = Path(run)
+    """Write one self-contained HTML page about a run; with a second run, state the speed-up over it."""
+    folder, comparison = Path(run), None
     if run.endswith((".yaml", ".yml")):
         from qerl.config.load import load_config
 
         config = load_config(run, settings or [])
         folder = Path(config.run.dir) / config.run.name
     elif settings:
-        raise ConfigError("a run folder takes no settings", got=" ".join(settings))
+        if len(settings) > 1 or "=" in settings[0]:
+            raise ConfigError(
+                "a run folder takes no settings", got=" ".join(settings), expected="nothing, or one run to compare with"
+            )
+        from qerl.report.collect import read_run
+        from qerl.report.speedup import compare_speed, comparison_rows
+
+        comparison = compare_speed(read_run(folder, samples=False), read_run(settings[0], samples=False))
+        print_facts(dict(comparison_rows(comparison)))
     from qerl.report.html import write_report
 
-    print_facts({"report": write_report(folder, out)})
+    print_facts({"report": write_report(folder, out, baseline=comparison)})
 
 
 app.command(epilog=_examples("watch"))(watch)

@@ -16,6 +16,7 @@ from qerl.report.plot_parts import Panel
 from qerl.report.plots import panels
 from qerl.report.plots_machine import STAGES
 from qerl.report.samples import OUTCOMES
+from qerl.report.speedup import Comparison, comparison_rows
 from qerl.report.three_questions import three_questions
 
 SECTIONS = (
@@ -27,13 +28,20 @@ SECTIONS = (
 """Sections of figures: id and heading."""
 
 
-def write_report(run_path: str | Path, out_path: str | Path | None = None, *, target: float | None = None) -> Path:
+def write_report(
+    run_path: str | Path,
+    out_path: str | Path | None = None,
+    *,
+    target: float | None = None,
+    baseline: Comparison | None = None,
+) -> Path:
     """Writes the report of a run, finished or not.
 
     Args:
         run_path: the run folder.
         out_path: the HTML file; None is ``report.html`` in the run folder.
         target: accuracy that was set beforehand, as a fraction: when it was reached is stated.
+        baseline: speed against another run (``speedup.compare_speed``), shown with the times.
 
     Returns:
         The file written.
@@ -44,11 +52,11 @@ def write_report(run_path: str | Path, out_path: str | Path | None = None, *, ta
     """
     run = RunDir.open(run_path)
     path = Path(out_path).absolute() if out_path is not None else run.report_path
-    return run.write_text(path, render(read_run(run_path), target=target))
+    return run.write_text(path, render(read_run(run_path), target=target, baseline=baseline))
 
 
-def render(run: RunData, *, target: float | None = None) -> str:
-    """The text of the page; ``target`` as in ``write_report``."""
+def render(run: RunData, *, target: float | None = None, baseline: Comparison | None = None) -> str:
+    """The text of the page; ``target`` and ``baseline`` as in ``write_report``."""
     jinja2, plotlyjs = _import_renderers()
     shown = panels(run)
     environment = jinja2.Environment(
@@ -76,6 +84,7 @@ def render(run: RunData, *, target: float | None = None) -> str:
             environment=text.flatten(run.env),
             stage_rows=stage_rows(run),
             token_rows=token_rows(run),
+            comparison_rows=[] if baseline is None else comparison_rows(baseline),
             memory_rows=memory_owners(run),
             peak_rows=peak_rows(run),
             alarms=ALARMS,
