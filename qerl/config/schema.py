@@ -230,10 +230,12 @@ class EvalConfig(Section):
     """Answers per question; more than 1 needs a temperature above 0."""
     noise: bool = False
     """Evaluate with the training noise of the current stage (keyed apart from every rollout)."""
+    noisy_draws: NonNegative = 1
+    """After training with `aqn.enabled`, evaluate with its noise too, under so many keys, against the clean policy; 0 does not."""
     max_new_tokens: Positive | None = None
     """Longest answer; none takes rollout.max_new_tokens."""
     confidence: Annotated[float, Field(gt=0, lt=1)] = 0.95
-    """Level of the Wilson interval."""
+    """Level of the intervals."""
 
     @model_validator(mode="after")
     def _check(self) -> EvalConfig:

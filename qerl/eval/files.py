@@ -62,6 +62,12 @@ class StoredEvaluation:
     rows: list[dict[str, Any]]
 
 
+def suite_name(source: str) -> str:
+    """What a data set is called in tables: its name with the split if one is named, or the stem of its file."""
+    path = Path(source)
+    return path.stem if path.suffix in (".jsonl", ".json", ".parquet") else source if "/" not in source else path.name
+
+
 def question_schema() -> pa.Schema:
     """Columns of an evaluation's parquet file: one row a question."""
     text = pa.string()

@@ -218,6 +218,16 @@ _EVAL = section(
     ("eval/unscorable", "fraction", "Answers whose scoring failed or timed out."),
     ("eval/mean_length", "tokens", "Mean answer length."),
     ("eval/count", "questions", "Questions evaluated."),
+    (
+        "eval/noisy_accuracy",
+        "fraction",
+        "Accuracy with the noise of training, mean over `eval.noisy_draws` keys; after the last step, where `eval/accuracy` is clean.",
+    ),
+    (
+        "eval/noise_difference",
+        "fraction",
+        "`eval/noisy_accuracy` minus `eval/accuracy`, over the questions that both could score.",
+    ),
 )
 
 _TIME = section(

@@ -9,7 +9,7 @@
       probe.json             the fixed probe set of the diagnostics
       completions/           step-000001.txt: answers, for people
       rollouts/              rollout-000000.parquet: behavior records
-      evaluations/           step-000000.jsonl: one line a question
+      evaluations/           step-000000.jsonl: one line a question; -noise0: with the noise of training
       adapters/              rollout-000000/: the adapter a rollout was sampled with
       checkpoints/           checkpoint-50/
       nonfinite/             update-000007.pt: the batch of an update whose gradient was not finite
@@ -40,7 +40,7 @@ from qerl.metrics.files import is_temporary, to_json, whole_file, write_json
 
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 _EVALUATION = re.compile(r"step-(\d+)\.jsonl")
-_NUMBERED = re.compile(r"(?:step|rollout)-(\d+)(?:\.\w+)?")
+_NUMBERED = re.compile(r"(?:step|rollout)-(\d+)(?:-noise\d+)?(?:\.\w+)?")
 
 
 class RunDir:
@@ -282,9 +282,12 @@ class RunDir:
         """Writes the readable answers of one step."""
         return self.write_text(self.completions_path(step), text)
 
-    def write_evaluation(self, step: int, rows: Sequence[Mapping[str, Any]]) -> Path:
-        """Writes the answers of an evaluation after ``step``, one JSON line a question."""
-        return self._write_lines(f"step-{step:06d}.jsonl", rows)
+    def write_evaluation(self, step: int, rows: Sequence[Mapping[str, Any]], *, draw: int | None = None) -> Path:
+        """Writes the answers of an evaluation after ``step``, one JSON line a question; ``draw``: the key of its noise, where
+        the policy was measured with noise beside the clean one."""
+        lines = [json.dumps(to_json(row), ensure_ascii=False, allow_nan=False) for row in rows]
+        name = f"step-{step:06d}.jsonl" if draw is None else f"step-{step:06d}-noise{draw}.jsonl"
+        return self.write_text(self.evaluations_dir / name, "\n".join(lines) + "\n")
 
     def evaluation_steps(self) -> list[int]:
         """Steps after which there are evaluations, oldest first."""

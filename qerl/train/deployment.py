@@ -6,12 +6,10 @@ prompts with the same random numbers, so differences are paired by question.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from statistics import fmean, stdev
 from typing import Any
 
 import torch
@@ -19,8 +17,9 @@ import torch
 from qerl.config.schema import Config
 from qerl.errors import ConfigError, RunFolderError
 from qerl.eval.compare import Comparison, compare_stored
-from qerl.eval.evaluate import EvalResult, evaluate
-from qerl.eval.files import PROTOCOL, Measurement, StoredEvaluation
+from qerl.eval.evaluate import evaluate
+from qerl.eval.files import Measurement, suite_name
+from qerl.eval.noise import NoiseSpread, noise_spread, stored
 from qerl.metrics.run_dir import RunDir
 from qerl.model.aqn import Noise
 from qerl.model.attention import PackedSequences
@@ -68,34 +67,6 @@ class AdapterEffect:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NoiseSpread:
-    """A noisy deployment over its draws, against the clean one."""
-
-    suite: str
-    policy: str
-    sigma: float
-    keys: tuple[dict[str, Any], ...]
-    """The noise of each draw: enough to make it again."""
-    accuracies: tuple[float, ...]
-    mean: float
-    spread: float
-    """Sample standard deviation over draws; 0 for one."""
-    against_clean: Comparison
-    """The mean over draws of each question against the clean answer."""
-
-    def line(self) -> str:
-        """For people."""
-        draws = f"{len(self.accuracies)} draws" if len(self.accuracies) > 1 else "1 draw"
-        low, high = min(self.accuracies), max(self.accuracies)
-        difference = self.against_clean
-        return (
-            f"{self.suite}, {self.policy} with noise (sigma {self.sigma:.3g}): {self.mean:.1%} over {draws} "
-            f"({low:.1%} to {high:.1%}, standard deviation {100 * self.spread:.1f} points); noisy - clean "
-            f"{100 * difference.difference:+.1f} points [{100 * difference.low:+.1f}, {100 * difference.high:+.1f}]"
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Deployment:
     """Everything that one call measured."""
 
@@ -109,7 +80,7 @@ class Deployment:
         """What ``evaluation.json`` says besides the measurements."""
         return {
             "adapter_effects": [asdict(effect) for effect in self.effects],
-            "noise": [asdict(spread) for spread in self.spreads],
+            "noise": [spread.to_dict() for spread in self.spreads],
         }
 
 
@@ -255,12 +226,6 @@ class _Models:
         return self._session
 
 
-def suite_name(source: str) -> str:
-    """What a data set is called in tables: its name with the split if one is named, or the stem of its file."""
-    path = Path(source)
-    return path.stem if path.suffix in (".jsonl", ".json", ".parquet") else source if "/" not in source else path.name
-
-
 @torch.no_grad()
 def adapter_effect(session: Session, prompt: Prompt, policy: str) -> AdapterEffect:
     """Logits with the adapter and norms in use against those of the base, at the tokens of one prompt."""
@@ -276,51 +241,6 @@ def adapter_effect(session: Session, prompt: Prompt, policy: str) -> AdapterEffe
         max_logit_change=float((adapted_TV - base_TV).abs().max()),
         mean_kl=float(kl_T.mean()),
     )
-
-
-def noise_spread(clean: Measurement, noisy: Sequence[tuple[Mapping[str, Any], Measurement]]) -> NoiseSpread:
-    """A policy's noisy measurements over their draws, against its clean one on the same suite."""
-    results = [measurement.result for _, measurement in noisy]
-    accuracies = tuple(result.accuracy for result in results)
-    mean_rows = [_mean_row(rows) for rows in zip(*(result.rows for result in results), strict=True)]
-    against = compare_stored(
-        stored(clean),
-        StoredEvaluation(
-            suite=clean.suite, policy=f"{clean.policy} with noise", protocol=_protocol(clean.result), rows=mean_rows
-        ),
-        confidence=clean.result.confidence,
-        seed=clean.result.policy["seed"],
-    )
-    return NoiseSpread(
-        suite=clean.suite,
-        policy=clean.policy,
-        sigma=float(noisy[0][0]["sigma"]),
-        keys=tuple(dict(state) for state, _ in noisy),
-        accuracies=accuracies,
-        mean=fmean(accuracies),
-        spread=stdev(accuracies) if len(accuracies) > 1 else 0.0,
-        against_clean=against,
-    )
-
-
-def stored(measurement: Measurement) -> StoredEvaluation:
-    """A measurement as one that was read back."""
-    return StoredEvaluation(
-        suite=measurement.suite,
-        policy=measurement.policy,
-        protocol=_protocol(measurement.result),
-        rows=list(measurement.result.rows),
-    )
-
-
-def _protocol(result: EvalResult) -> dict[str, Any]:
-    return {key: result.policy.get(key) for key in PROTOCOL}
-
-
-def _mean_row(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """One question over several draws: the mean accuracy of those that could be scored."""
-    values = [row["accuracy"] for row in rows if row["accuracy"] is not None]
-    return {**rows[0], "accuracy": math.fsum(values) / len(values) if values else None}
 
 
 def _prompts(config: Config, session: Session, source: str, warn: Callable[[str], None]) -> list[Prompt]:

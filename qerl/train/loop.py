@@ -14,11 +14,14 @@ from typing import Any
 from qerl.config.schema import Config
 from qerl.data.prompts import PromptSampler
 from qerl.eval.evaluate import EvalResult, evaluate
+from qerl.eval.files import Measurement, suite_name
+from qerl.eval.noise import noise_spread
 from qerl.metrics.behavior import behavior_rows
 from qerl.metrics.console import Progress
 from qerl.metrics.files import whole_folder
 from qerl.metrics.run_dir import RunDir
 from qerl.metrics.writer import MetricsWriter
+from qerl.model.aqn import Noise
 from qerl.model.checkpoint import norm_hash
 from qerl.objective.advantage import advantages
 from qerl.objective.batch import make_samples
@@ -237,23 +240,53 @@ class Trainer:
         )
 
     def evaluate(self, moment: str) -> dict[str, float]:
-        """Evaluate under the declared policy; ``moment`` is ``before``, ``after`` or ``step N``."""
+        """Evaluate under the declared policy; ``moment`` is ``before``, ``after`` or ``step N``. After training with noise,
+        with its noise too, unless the declared policy has it already."""
         config, state = self.config, self.state
         with self.timer.stage("evaluate"):
             noise = self.noise.evaluation(step=state.step, completed=state.updates)
-            result: EvalResult = evaluate(
-                self.session.engine,
-                self.eval_prompts,
-                self.rewarder,
-                eval_cfg=config.eval,
-                seed=config.train.seed,
-                max_new_tokens=config.eval.max_new_tokens or config.rollout.max_new_tokens,
-                noise=noise,
-            )
+            result = self.answer_questions(noise)
             self.run.write_evaluation(state.step, result.rows)
-        state.evaluations[moment] = result.to_dict() | {"step": state.step}
-        self.progress.note(f"evaluation {moment}: {result.headline()}")
-        return result.metrics()
+            state.evaluations[moment] = result.to_dict() | {"step": state.step}
+            self.progress.note(f"evaluation {moment}: {result.headline()}")
+            noisy = self.evaluate_noisy(result) if moment == "after" and not config.eval.noise else {}
+        return result.metrics() | noisy
+
+    def evaluate_noisy(self, clean: EvalResult) -> dict[str, float]:
+        """The trained policy with its noise, once for every key, against ``clean``; nothing where there is no noise."""
+        state, drawn = self.state, []
+        draws = self.config.eval.noisy_draws if self.config.aqn.enabled else 0
+        for draw in range(draws if clean.unscorable < 1.0 else 0):
+            noise = self.noise.deployment(step=state.step, completed=state.updates, draw=draw)
+            if noise is None:
+                return {}
+            result = self.answer_questions(noise)
+            self.run.write_evaluation(state.step, result.rows, draw=draw)
+            drawn.append((noise.state.to_dict(), self.measurement(f"noise draw {draw}", result)))
+        if not drawn:
+            return {}
+        spread = noise_spread(self.measurement("trained", clean), drawn)
+        state.noisy = spread.to_dict() | {"step": state.step}
+        self.progress.note(f"evaluation with noise: {spread.line()}")
+        return {"eval/noisy_accuracy": spread.mean, "eval/noise_difference": spread.against_clean.difference}
+
+    def answer_questions(self, noise: Noise | None) -> EvalResult:
+        """The held-out questions under the declared policy, with this noise."""
+        config = self.config
+        return evaluate(
+            self.session.engine,
+            self.eval_prompts,
+            self.rewarder,
+            eval_cfg=config.eval,
+            seed=config.train.seed,
+            max_new_tokens=config.eval.max_new_tokens or config.rollout.max_new_tokens,
+            noise=noise,
+        )
+
+    def measurement(self, policy: str, result: EvalResult) -> Measurement:
+        """``result`` with the names that comparisons show."""
+        source = str(self.config.data.eval)
+        return Measurement(suite=suite_name(source), policy=policy, location=source, result=result)
 
     def keep_adapter(self) -> None:
         """Keep the adapter (or the model) this rollout samples with, so that its records can be scored again."""

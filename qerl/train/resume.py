@@ -61,6 +61,8 @@ class TrainState:
     """What the noise of the next rollout depends on (``train.noise.director``)."""
     evaluations: dict[str, Any] = field(default_factory=dict)
     """Step -> evaluation."""
+    noisy: dict[str, Any] | None = None
+    """The evaluation with noise after training, against the clean one (``eval.noise.NoiseSpread``), and its step."""
     stage_seconds: dict[str, float] = field(default_factory=dict)
     wall_seconds: float = 0.0
     warnings: list[str] = field(default_factory=list)

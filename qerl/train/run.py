@@ -302,6 +302,13 @@ def closing_lines(summary: dict[str, Any], folder: Path, report: str) -> dict[st
             lines[f"accuracy {moment}"] = (
                 f"{result['accuracy']:.1%} [{result['low']:.1%}, {result['high']:.1%}] on {result['count']} held-out questions"
             )
+    noisy = summary["noisy"]
+    if noisy is not None:
+        against = noisy["against_clean"]
+        lines["with noise"] = (
+            f"{noisy['mean']:.1%} at sigma {noisy['sigma']:.3g}, {100 * against['difference']:+.1f} points "
+            f"[{100 * against['low']:+.1f}, {100 * against['high']:+.1f}] from the clean policy"
+        )
     lines |= {"seconds": f"{summary['wall_seconds']:.1f}", "run folder": folder, "report": report}
     if summary["status"] != "finished":
         lines["resume"] = "the same command with --resume"
@@ -351,6 +358,8 @@ def write_summary(trainer: Trainer, *, finished: bool) -> dict[str, Any]:
         "evaluation": {"before": state.evaluations.get("before"), "after": state.evaluations.get("after")},
         "evaluations": state.evaluations,
         "paired": paired_difference(trainer),
+        # A run that was made longer still knows the end it had.
+        "noisy": state.noisy if state.noisy is not None and state.noisy["step"] == state.step else None,
         "bit_exact": not state.portable,
         "portable_resumes": state.portable,
         "wall_seconds": state.wall_seconds,

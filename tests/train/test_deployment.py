@@ -102,6 +102,34 @@ def test_noise_is_keyed_by_draw_and_held_against_the_clean_policy(folder):
     assert again.spreads == found.spreads
 
 
+def test_a_run_trained_with_noise_ends_with_its_noisy_accuracy_against_the_clean_one(folder):
+    kept = RunDir(folder / "tiny")
+    stated = kept.read_json(kept.summary_path)["noisy"]
+    found, _ = run(folder, choose_targets(str(folder / "tiny")), noise=NoiseRequest(draws=1))
+    (spread,) = found.spreads
+    assert stated["keys"] == [dict(key) for key in json.loads(json.dumps(spread.keys))]
+    assert stated["mean"] == spread.mean
+    assert stated["against_clean"]["difference"] == spread.against_clean.difference
+    assert stated["against_clean"]["low"] <= stated["against_clean"]["difference"] <= stated["against_clean"]["high"]
+    rows = (kept.evaluations_dir / "step-000002-noise0.jsonl").read_text().splitlines()
+    assert [json.loads(row)["answers"] for row in rows] == [r["answers"] for r in found.measurements[1].result.rows]
+    assert kept.evaluation_steps() == [0, 2]
+    last = kept.read_metrics()[-1]
+    assert last["eval/noisy_accuracy"] == spread.mean
+    assert "eval/noisy_accuracy" not in kept.read_metrics()[0]
+
+
+def test_a_run_can_do_without_its_noisy_accuracy(folder, tmp_path):
+    where = [f"data.train={folder}", f"data.eval={folder}", f"run.dir={tmp_path}"]
+    for change in ("eval.noisy_draws=0", "aqn.enabled=false", "eval.noise=true"):
+        train(
+            load_config(None, [*SETTINGS, *where, change, f"run.name={change}", "train.steps=1", "eval.before=false"])
+        )
+        kept = RunDir(tmp_path / change)
+        assert kept.read_json(kept.summary_path)["noisy"] is None
+        assert [path.name for path in kept.evaluations_dir.iterdir()] == ["step-000001.jsonl"]
+
+
 def test_a_sigma_of_ones_own_reaches_the_base_too_and_zero_is_clean(folder):
     targets = choose_targets(str(folder / "tiny"), base=True)
     found, _ = run(folder, targets, noise=NoiseRequest(draws=1, sigma=0.5))
