@@ -55,7 +55,7 @@ EXAMPLES = {
     ),
     "rollout": ("runs/demo --data arithmetic:test --n 8 --limit 64 --out samples",),
     "quantize": ("demo --out demo-nvfp4", "Qwen2.5-3B-Instruct --method best --calibration text.jsonl --out 3B-NVFP4"),
-    "report": ("runs/demo", "configs/demo.yaml --out demo.html", "runs/nvfp4 runs/bf16"),
+    "report": ("runs/demo", "runs/demo --target 0.8", "configs/demo.yaml --out demo.html", "runs/nvfp4 runs/bf16"),
     "watch": ("runs/demo", "runs/demo --plain", "runs/demo --once"),
     "export": ("runs/demo --out served/adapter", "runs/demo --merge --weights trained --out served/model"),
     "plan": ("configs/demo.yaml", "configs/bigmath_32b_nvfp4_aqn.yaml --gpu 48GB train.token_budget=9216"),
@@ -227,6 +227,10 @@ def report(
     out: Annotated[
         Path | None, typer.Option(metavar="FILE.html", help="Where to write; default RUN/report.html.")
     ] = None,
+    target: Annotated[
+        float | None,
+        typer.Option(metavar="SHARE", min=0.0, max=1.0, help="Accuracy set beforehand, as 0.45: when was it reached?"),
+    ] = None,
 ) -> None:
     """Write one self-contained HTML page about a run; with a second run, state the speed-up over it."""
     folder, comparison = Path(run), None
@@ -247,7 +251,7 @@ def report(
         print_facts(dict(comparison_rows(comparison)))
     from qerl.report.html import write_report
 
-    print_facts({"report": write_report(folder, out, baseline=comparison)})
+    print_facts({"report": write_report(folder, out, target=target, baseline=comparison)})
 
 
 app.command(epilog=_examples("watch"))(watch)

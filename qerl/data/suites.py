@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from qerl.errors import DataError
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Suite:
@@ -32,7 +34,18 @@ class Suite:
     answer: str = "answer"
 
     def row(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """A row of the hub with ``question`` and ``answer`` as text, its other fields kept."""
+        """A row of the hub with ``question`` and ``answer`` as text, its other fields kept.
+
+        Raises:
+            DataError: it lacks a field.
+        """
+        for key in (self.question, self.answer):
+            if key not in fields:
+                raise DataError(
+                    f"the hub's copy in {self.hub} has changed: a row has no field {key!r}",
+                    got=", ".join(fields),
+                    remedy="Put the questions under $QERL_DATA, or name the data set with data.question_key and data.answer_key",
+                )
         return {**fields, "question": fields[self.question], "answer": str(fields[self.answer])}
 
 

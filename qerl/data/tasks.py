@@ -5,7 +5,8 @@ A name is tried, in this order, as
 1. a path: a ``.jsonl``, ``.json`` (one object a line) or ``.parquet`` file, or a folder of ``SPLIT.jsonl`` files;
 2. a built-in data set: ``arithmetic``;
 3. a folder of that name under ``$QERL_DATA``;
-4. a data set of the Hugging Face hub (needs the ``datasets`` package): ``owner/name`` or ``owner/name/config``.
+4. a benchmark of ``data.suites`` that the hub has, with its fields renamed;
+5. a data set of the Hugging Face hub (needs the ``datasets`` package): ``owner/name`` or ``owner/name/config``.
 
 ``NAME:SPLIT`` picks a split; without it the caller's default is taken.
 """
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from qerl.data.suites import SUITES
 from qerl.data.synthetic import arithmetic_problems
 from qerl.errors import DataError, MissingDependencyError, nearest
 
@@ -76,6 +78,10 @@ def load_rows(name_or_path: str, *, default_split: str) -> DataSet:
         rows, location = _read_built_in(name, wanted), f"built-in {name}"
     elif (folder := _data_folder(name)) is not None:
         rows, location = _read_folder(folder, wanted, name)
+    elif name in SUITES:
+        # The split of the hub's copy is the suite's own, but for training.
+        wanted = split or (wanted if default_split == TRAIN_SPLIT else SUITES[name].split)
+        rows, location = _read_suite(name, wanted), f"hub {SUITES[name].hub}"
     else:
         rows, location = _read_hub(name, wanted), f"hub {name}"
     if not rows:
@@ -174,8 +180,20 @@ def _read_folder(folder: Path, split: str, name: str) -> tuple[list[dict[str, An
     raise _no_split(name, split, present)
 
 
-def _read_hub(name: str, split: str) -> list[dict[str, Any]]:
-    local = _missing(name)
+def _read_suite(name: str, split: str) -> list[dict[str, Any]]:
+    """A benchmark that is not under ``$QERL_DATA``, with the fields that ours have."""
+    suite = SUITES[name]
+    if suite.hub is None:
+        raise DataError(
+            f"there is no folder for {name} under $QERL_DATA, and the hub has no copy with one question a row",
+            expected=f"$QERL_DATA/{name}/{split}.jsonl with the fields question and answer",
+        )
+    found = _read_hub(suite.hub, split, asked=name)
+    return [Row(suite.row(row), f"{suite.hub}:{split}:{number}") for number, row in enumerate(found, start=1)]
+
+
+def _read_hub(name: str, split: str, asked: str | None = None) -> list[dict[str, Any]]:
+    local = _missing(asked or name)
     if not _may_be_hub_name(name):
         raise local
     try:

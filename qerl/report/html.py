@@ -76,6 +76,7 @@ def render(run: RunData, *, target: float | None = None, baseline: Comparison | 
             sections=[(id, title, [p for p in shown if p.section == id]) for id, title in SECTIONS],
             method=method_line(run),
             headline=headline(run),
+            noisy=run.summary.get("noisy"),
             cards=three_questions(run, target),
             tiles=tiles(run),
             warnings=warnings_of(run),

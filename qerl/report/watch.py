@@ -19,8 +19,9 @@ Ending = Literal["finished", "interrupted", "stopped", "silent", "left"]
 """How the watch ended: the run's own status, a run whose process is gone, one that wrote nothing for long, or the reader."""
 
 LOCK = "run.lock"
+"""The file that a run holds locked while it goes on; on some file systems nothing can be locked."""
 SILENT_SECONDS = 900.0
-"""Without a lock to ask, a run that wrote nothing for so long, and for ten steps, is taken for stopped."""
+"""Where the lock says nothing, a run that wrote nothing for so long, and for ten steps, is taken for stopped."""
 
 
 def watch(

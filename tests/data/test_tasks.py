@@ -4,6 +4,7 @@ import types
 
 import pytest
 
+from qerl.data.suites import SUITES, split_list
 from qerl.data.tasks import load_rows, read_file
 from qerl.errors import DataError, MissingDependencyError
 
@@ -170,3 +171,47 @@ def test_a_hub_failure_still_names_the_nearest_local_data_set(monkeypatch):
     with pytest.raises(DataError, match="offline") as caught:
         load_rows("arithmetik", default_split="train")
     assert "Did you mean 'arithmetic'?" in caught.value.remedy
+
+
+def test_a_benchmark_is_read_from_its_folder_first_and_else_from_the_hub_under_our_fields(monkeypatch, data_root):
+    calls = []
+
+    def load(*arguments, **keywords):
+        calls.append((arguments, keywords))
+        return iter([{"problem": "1+1?", "answer": 2, "unique_id": "a"}])
+
+    fake_hub(monkeypatch, load)
+    (data_root / "gsm8k").mkdir()
+    (data_root / "gsm8k" / "test.jsonl").write_text('{"question": "q", "answer": "1"}\n')
+    assert load_rows("gsm8k", default_split="test").rows == [{"question": "q", "answer": "1"}]
+    assert calls == []
+    loaded = load_rows("math500", default_split="test")
+    assert loaded.rows == [{"problem": "1+1?", "question": "1+1?", "answer": "2", "unique_id": "a"}]
+    assert loaded.location == "hub HuggingFaceH4/MATH-500"
+    load_rows("aime24", default_split="test")
+    load_rows("aime24:extra", default_split="test")
+    assert [keywords["split"] for _, keywords in calls] == ["test", "train", "extra"]
+    with pytest.raises(DataError, match="has no field 'question'"):
+        load_rows("multiarith", default_split="test")
+
+
+def test_a_benchmark_that_is_nowhere_says_where_to_put_it(monkeypatch, data_root):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(DataError, match=r"\$QERL_DATA/asdiv/test.jsonl"):
+        load_rows("asdiv", default_split="test")
+    with pytest.raises(MissingDependencyError, match=r"'gsm8k'.*pip install datasets"):
+        load_rows("gsm8k", default_split="test")
+
+
+@pytest.mark.parametrize("name", sorted(SUITES))
+def test_suites_are_told_apart_and_described(name):
+    suite = SUITES[name]
+    assert suite.about
+    assert suite.hub is None or suite.hub.count("/") in (1, 2)
+    assert split_list(f" {name}, gsm8k:train ,{name}") == tuple(dict.fromkeys((name, "gsm8k:train")))
+
+
+def test_a_path_with_a_comma_is_one_suite(tmp_path):
+    path = tmp_path / "a,b.jsonl"
+    path.write_text("{}")
+    assert split_list(str(path)) == (str(path),)

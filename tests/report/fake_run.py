@@ -330,6 +330,13 @@ def write_summary(run: RunDir, steps: int, tokens: int) -> None:
             "model": "demo",
             "steps": steps,
             "evaluation": {"before": evaluation_summary(0.442, 500), "after": evaluation_summary(0.912, 500)},
+            "noisy": {
+                "sigma": 0.0005,
+                "accuracies": [0.908, 0.896],
+                "mean": 0.902,
+                "spread": 0.0085,
+                "against_clean": {"difference": -0.01, "low": -0.022, "high": 0.002, "confidence": 0.95},
+            },
             "paired": {
                 "difference": 0.47,
                 "low": 0.424,

@@ -142,6 +142,11 @@ def test_answers_carry_their_outcome_for_the_filters(page):
     }
 
 
+def test_the_noisy_policy_is_held_against_the_clean_one(page):
+    words = "sigma 0.0005, 2 draws): 90.2%, −1.0 points from the clean policy (95% interval −2.2 to +0.2, paired); 89.6% to 90.8%"
+    assert words in page.text
+
+
 HOSTILE = "</script><script>alert(1)</script> {{ 7 * 7 }} \u2028 <img src=x onerror=alert(2)> & \x00"
 
 
