@@ -7,4 +7,11 @@ from pathlib import Path
 # One thread a test process: the tensors are tiny, and pytest runs one process a core.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+
+def pytest_configure(config):
+    """Triton kernels run in its interpreter, on the CPU, except in a run of the GPU tests; set before Triton is imported."""
+    if "gpu" not in config.option.markexpr.replace("not gpu", ""):
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
 sys.path[:0] = [str(path) for path in sorted(Path(__file__).parent.iterdir()) if path.is_dir()]

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
 from types import ModuleType
 
 import torch
@@ -23,6 +25,25 @@ class Implementation:
     module: str
     devices: tuple[str, ...] = ("cpu", "cuda")
     """Device types it runs on."""
+    needs: str | None = None
+    """Package that it needs beside torch."""
+
+    def runs_on(self, device: torch.device) -> bool:
+        return device.type in self.devices and (self.needs is None or _installed(self.needs))
+
+
+@cache
+def _installed(package: str) -> bool:
+    return find_spec(package) is not None
+
+
+def _triton(op: str) -> Implementation:
+    """Its module `triton`; torch's CUDA builds bring the compiler along."""
+    return Implementation("triton", f"qerl.kernels.{op}.triton", ("cuda",), needs="triton")
+
+
+def _reference(op: str) -> Implementation:
+    return Implementation("reference", f"qerl.kernels.{op}.reference")
 
 
 # Operation -> implementations, the preferred one first.
@@ -31,19 +52,14 @@ _IMPLEMENTATIONS: dict[str, tuple[Implementation, ...]] = {
         Implementation("cuda", "qerl.kernels.fp4_linear.cuda", devices=("cuda",)),
         Implementation("reference", "qerl.kernels.fp4_linear.reference"),
     ),
-    "rms_norm": (Implementation("reference", "qerl.kernels.rms_norm.reference"),),
-    "attention": (Implementation("reference", "qerl.kernels.attention.reference"),),
-    "cached_attention": (
-        Implementation("triton", "qerl.kernels.cached_attention.triton", ("cuda",)),
-        Implementation("reference", "qerl.kernels.cached_attention.reference"),
-    ),
-    "token_logprobs": (Implementation("reference", "qerl.kernels.token_logprobs.reference"),),
-    "activation": (Implementation("reference", "qerl.kernels.activation.reference"),),
-    "rope": (Implementation("reference", "qerl.kernels.rope.reference"),),
-    "sampling": (
-        Implementation("triton", "qerl.kernels.sampling.triton", ("cuda",)),
-        Implementation("reference", "qerl.kernels.sampling.reference"),
-    ),
+    "rms_norm": (_triton("rms_norm"), _reference("rms_norm")),
+    "attention": (Implementation("flash", "qerl.kernels.attention.flash", ("cuda",)), _reference("attention")),
+    "cached_attention": (_triton("cached_attention"), _reference("cached_attention")),
+    "token_logprobs": (_triton("token_logprobs"), _reference("token_logprobs")),
+    "activation": (_triton("activation"), _reference("activation")),
+    "rope": (_triton("rope"), _reference("rope")),
+    "sampling": (_triton("sampling"), _reference("sampling")),
+    "philox": (_triton("philox"), _reference("philox")),
 }
 
 OPERATIONS = tuple(_IMPLEMENTATIONS)
@@ -73,14 +89,21 @@ def load(op: str, device: torch.device | str, wanted: str = "auto") -> ModuleTyp
     return importlib.import_module(_choose(op, torch.device(device), wanted).module)
 
 
+def _named(op: str, name: str) -> Implementation:
+    return next(implementation for implementation in _IMPLEMENTATIONS[op] if implementation.name == name)
+
+
 def _choose(op: str, device: torch.device, wanted: str) -> Implementation:
     for implementation in _IMPLEMENTATIONS[op]:
-        if wanted in ("auto", implementation.name) and device.type in implementation.devices:
+        if wanted in ("auto", implementation.name) and implementation.runs_on(device):
             return implementation
     names = available(op)
     if wanted in names:
         raise KernelUnavailableError(
-            f"the '{wanted}' kernel of {op} does not run on this device", got=device.type, expected="another device"
+            f"the '{wanted}' kernel of {op} does not run here",
+            got=device.type,
+            expected=" or ".join(_named(op, wanted).devices),
+            remedy=f"It also needs the package {needs}." if (needs := _named(op, wanted).needs) else None,
         )
     close = nearest(wanted, names)
     raise KernelUnavailableError(

@@ -66,6 +66,8 @@ class PackedSequences:
         prompt_lengths_S: Tensor | None = None,
     ):
         self.cu_seqlens_S1 = cu_seqlens_S1
+        # Asked of the device once a pack, and not once a layer.
+        self.longest = int(cu_seqlens_S1.diff().max())
         self.positions_T = packed_positions(cu_seqlens_S1) if positions_T is None else positions_T
         self.samples: SampleRows | None = None
         if sample_keys_S is not None and prompt_lengths_S is not None:
@@ -75,7 +77,7 @@ class PackedSequences:
             self.samples = SampleRows(keys_S=sample_keys_S, prompt_lengths_S=prompt_lengths_S, sequence_T=sequence_T)
 
     def attend(self, layer: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor) -> Tensor:
-        return packed_attention(q_THd, k_TKd, v_TKd, self.cu_seqlens_S1, q_THd.shape[-1] ** -0.5)
+        return packed_attention(q_THd, k_TKd, v_TKd, self.cu_seqlens_S1, q_THd.shape[-1] ** -0.5, longest=self.longest)
 
 
 def packed_positions(cu_seqlens_S1: Tensor) -> Tensor:

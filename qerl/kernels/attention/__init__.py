@@ -14,7 +14,14 @@ __all__ = ["packed_attention"]
 
 
 def packed_attention(
-    q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, cu_seqlens_S1: Tensor, scale: float, *, kernel: str = "auto"
+    q_THd: Tensor,
+    k_TKd: Tensor,
+    v_TKd: Tensor,
+    cu_seqlens_S1: Tensor,
+    scale: float,
+    *,
+    longest: int | None = None,
+    kernel: str = "auto",
 ) -> Tensor:
     """Causal attention inside each of S sequences that are packed end to end. Differentiable.
 
@@ -22,6 +29,7 @@ def packed_attention(
         q_THd, k_TKd, v_TKd: one dtype; rotary embedding already applied.
         cu_seqlens_S1: int64 [S + 1], first token of each sequence, and T. No sequence is empty.
         scale: factor of the scores, 1 / sqrt(d) as a rule.
+        longest: tokens of the longest sequence, where the host knows it; else the device is asked, which waits for it.
         kernel: implementation by name.
 
     Returns:
@@ -30,4 +38,5 @@ def packed_attention(
     Raises:
         KernelUnavailableError: `kernel` cannot run here.
     """
-    return dispatch.load("attention", q_THd.device, kernel).packed_attention(q_THd, k_TKd, v_TKd, cu_seqlens_S1, scale)
+    implementation = dispatch.load("attention", q_THd.device, kernel)
+    return implementation.packed_attention(q_THd, k_TKd, v_TKd, cu_seqlens_S1, scale, longest)

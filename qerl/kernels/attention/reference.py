@@ -10,7 +10,9 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 
-def packed_attention(q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, cu_seqlens_S1: Tensor, scale: float) -> Tensor:
+def packed_attention(
+    q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, cu_seqlens_S1: Tensor, scale: float, longest: int | None = None
+) -> Tensor:
     """See `qerl.kernels.attention.packed_attention`.
 
     Sequences are padded on the right, so the causal mask already keeps real queries away from padding; what stands in
@@ -18,7 +20,7 @@ def packed_attention(q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, cu_seqlens_S1:
     """
     total, heads, size = q_THd.shape
     starts_S, lengths_S = cu_seqlens_S1[:-1], cu_seqlens_S1.diff()
-    sequences, longest = lengths_S.numel(), int(lengths_S.max())
+    sequences, longest = lengths_S.numel(), longest or int(lengths_S.max())
     steps_L = torch.arange(longest, device=q_THd.device)
     source_SL = (starts_S[:, None] + steps_L).clamp(max=total - 1)
     ragged = sequences * longest != total

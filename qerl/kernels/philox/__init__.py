@@ -1,7 +1,7 @@
 """Keyed random numbers: every draw is f(seed, stream name, counter), never the next number of a shared generator.
 
 So a draw does not depend on what was drawn before it, on how many are drawn with it, or on the device: the words are
-equal bit for bit everywhere; normals are computed in float64 and rounded once. A counter is four 32-bit numbers
+equal bit for bit everywhere, and normals are on one device (within 2e-6 between a CPU and a GPU). A counter is four 32-bit numbers
 (c0, c1, c2, c3); one counter gives a block of four words. Where a function makes a vector, element i comes from the
 block c0 = i // 4, word i % 4.
 
@@ -11,12 +11,13 @@ Streams with different names, or seeds, have unrelated keys.
 from __future__ import annotations
 
 import hashlib
-import math
 
 import torch
 from torch import Tensor
 
+from qerl.kernels import dispatch
 from qerl.kernels.philox import reference
+from qerl.kernels.philox.reference import Key, open_unit
 
 __all__ = [
     "normal",
@@ -31,7 +32,6 @@ __all__ = [
 ]
 
 _SHIFT = 1 << 31
-_SLICE_ELEMENTS = 1 << 20
 
 
 def philox4x32(counter: Tensor, key: tuple[int, int]) -> Tensor:
@@ -66,66 +66,76 @@ def uniform(
     seed: int, stream: str, n: int, *, c1: int = 0, c2: int = 0, c3: int = 0, device: torch.device | str = "cpu"
 ) -> Tensor:
     """float32 [n], uniform on the open interval (0, 1): the midpoints of 2^23 equal cells, exact."""
-    return _open_unit(words(seed, stream, n, c1=c1, c2=c2, c3=c3, device=device)).float()
+    return open_unit(words(seed, stream, n, c1=c1, c2=c2, c3=c3, device=device)).float()
 
 
 def uniform_at(
-    seed: int, stream: str, c0: Tensor | int, c1: Tensor | int, c2: Tensor | int, c3: Tensor | int
+    seed: int,
+    stream: str,
+    c0: Tensor | int,
+    c1: Tensor | int,
+    c2: Tensor | int,
+    c3: Tensor | int,
+    *,
+    kernel: str = "auto",
 ) -> Tensor:
     """float32, uniform on (0, 1), one value a counter: the first word of each block.
 
     Args:
         c0, c1, c2, c3: int64 tensors in [0, 2^32) that broadcast, or integers.
+        kernel: implementation by name.
 
     Returns:
         The broadcast shape.
     """
     device = next((c.device for c in (c0, c1, c2, c3) if isinstance(c, Tensor)), torch.device("cpu"))
     counter = tuple(c if isinstance(c, Tensor) else torch.tensor(_checked(c), device=device) for c in (c0, c1, c2, c3))
-    first = reference.philox4x32(counter, stream_key(seed, stream))[0]
-    return _open_unit(first).float()
+    return dispatch.load("philox", device, kernel).uniform_at(stream_key(seed, stream), counter)
 
 
 def normal(
-    seed: int, stream: str, n: int, *, c1: int = 0, c2: int = 0, c3: int = 0, device: torch.device | str = "cpu"
+    seed: int,
+    stream: str,
+    n: int,
+    *,
+    c1: int = 0,
+    c2: int = 0,
+    c3: int = 0,
+    device: torch.device | str = "cpu",
+    kernel: str = "auto",
 ) -> Tensor:
-    """float32 [n], standard normal, by Box and Muller on the word pairs (0, 1) and (2, 3) of each block.
+    """float32 [n], standard normal, by Box and Muller on the word pairs (0, 1) and (2, 3) of each block. |z| < 5.8.
 
-    z_0 = sqrt(-2 ln u_0) cos(2 pi u_1),  z_1 = sqrt(-2 ln u_0) sin(2 pi u_1), in float64, rounded once. |z| < 5.8.
+    z_0 = sqrt(-2 ln u_0) cos(2 pi u_1),  z_1 = sqrt(-2 ln u_0) sin(2 pi u_1): on the CPU in float64, rounded once; on CUDA in
+    float32, within 2e-6 of that.
     """
-    return _box_muller(words(seed, stream, n + n % 2, c1=c1, c2=c2, c3=c3, device=device))[:n]
+    first = torch.tensor([_checked(c1)], device=device)
+    return normal_rows_of(stream_key(seed, stream), n, c1=first, c2=c2, c3=c3, kernel=kernel)[0]
 
 
-def normal_rows(seed: int, stream: str, n: int, *, c1: Tensor | int, c2: Tensor | int, c3: Tensor | int) -> Tensor:
+def normal_rows(
+    seed: int, stream: str, n: int, *, c1: Tensor | int, c2: Tensor | int, c3: Tensor | int, kernel: str = "auto"
+) -> Tensor:
     """float32 [R, n], standard normal: row r is ``normal(seed, stream, n, c1=c1[r], c2=c2[r], c3=c3[r])``.
 
     Args:
         c1, c2, c3: int64 [R] in [0, 2^32), or integers; at least one is a tensor.
+        kernel: implementation by name.
     """
-    return normal_rows_of(stream_key(seed, stream), n, c1=c1, c2=c2, c3=c3)
+    return normal_rows_of(stream_key(seed, stream), n, c1=c1, c2=c2, c3=c3, kernel=kernel)
 
 
-def normal_rows_of(key: reference.Key, n: int, *, c1: Tensor | int, c2: Tensor | int, c3: Tensor | int) -> Tensor:
-    """`normal_rows` of a key that is given: two integers in [0, 2^32), or int64 tensors of one value.
+def normal_rows_of(
+    key: Key, n: int, *, c1: Tensor | int, c2: Tensor | int, c3: Tensor | int, kernel: str = "auto"
+) -> Tensor:
+    """`normal_rows` of a key that is given: two integers in [0, 2^32), or an int64 tensor [2] on the device.
 
     Counters may also be int64 [1], for all rows; R is the length of the longest.
     """
-    tensors = [c for c in (c1, c2, c3) if isinstance(c, Tensor)]
-    first = max(tensors, key=len)
-    blocks = torch.arange(-(-n // 4), dtype=torch.int64, device=first.device)
-    # Rows are drawn a slice at a time: the integers and float64 numbers in between are 20 times the size of the result.
-    step = max(1, _SLICE_ELEMENTS // n)
-    slices = [slice(start, start + step) for start in range(0, len(first), step)]
-    result_Rn = torch.empty(len(first), n, dtype=torch.float32, device=first.device)
-    counters = [
-        c.expand(len(first)) if isinstance(c, Tensor) else torch.tensor(_checked(c), device=first.device)
-        for c in (c1, c2, c3)
-    ]
-    for rows in slices:
-        rest = tuple(c[rows, None] if c.dim() else c for c in counters)
-        words_Rbw = reference.stack_words((blocks, *rest), key)
-        result_Rn[rows] = _box_muller(words_Rbw.flatten(-2))[..., :n]
-    return result_Rn
+    for counter in (c1, c2, c3):
+        assert isinstance(counter, Tensor) or _checked(counter) == counter
+    device = next(c.device for c in (c1, c2, c3) if isinstance(c, Tensor))
+    return dispatch.load("philox", device, kernel).normal_rows(key, n, c1, c2, c3)
 
 
 def permutation(seed: int, stream: str, n: int, *, c1: int = 0, c2: int = 0, c3: int = 0) -> Tensor:
@@ -133,19 +143,6 @@ def permutation(seed: int, stream: str, n: int, *, c1: int = 0, c2: int = 0, c3:
     high, low = words(seed, stream, 2 * n, c1=c1, c2=c2, c3=c3).view(-1, 2).unbind(1)
     # The shift maps unsigned order to the signed order of int64.
     return torch.argsort(((high - _SHIFT) << 32) | low, stable=True)
-
-
-def _box_muller(words_n: Tensor) -> Tensor:
-    """float32 [..., n] of int64 words [..., n], n even: neighbors make a pair."""
-    u_P2 = _open_unit(words_n).unflatten(-1, (-1, 2))
-    radius = torch.sqrt(-2.0 * torch.log(u_P2[..., 0]))
-    angle = (2.0 * math.pi) * u_P2[..., 1]
-    return torch.stack((radius * torch.cos(angle), radius * torch.sin(angle)), dim=-1).flatten(-2).float()
-
-
-def _open_unit(word: Tensor) -> Tensor:
-    """float64 ((w >> 9) + 1/2) / 2^23, in (0, 1)."""
-    return ((word >> 9).double() + 0.5) * 2.0**-23
 
 
 def _checked(counter: int) -> int:

@@ -62,8 +62,7 @@ class KeyedNoise:
     def draws(self) -> Tensor:
         """float32 [R, D]."""
         c1 = self.c1 if self.c1_R is None else self.c1 + self.c1_R
-        key = (self.key_2[0], self.key_2[1])
-        return philox.normal_rows_of(key, self.width, c1=c1, c2=self.c2_R, c3=self.c3_1) * self.spread
+        return philox.normal_rows_of(self.key_2, self.width, c1=c1, c2=self.c2_R, c3=self.c3_1) * self.spread
 
     def table(self) -> TableNoise:
         """The same noise with its R draws in memory."""

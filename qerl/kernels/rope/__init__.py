@@ -32,7 +32,7 @@ def rope(
         positions_T: int64 [T], row of the tables for each token; None when the tables hold one row a token, in their order.
         cos_Pd, sin_Pd: float32 tables; the sines of the first half of d carry a minus sign.
         heads, kv_heads: H and K.
-        norms: scales of the norm over each head, and their noise; a gradient goes to qkv only.
+        norms: scales of the norm over each head, and their noise. Gradients go to qkv and to the scales that ask for one.
         kernel: implementation by name.
 
     Returns:

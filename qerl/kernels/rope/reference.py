@@ -35,8 +35,8 @@ def rope(
     qk_TNd = qk_TX.reshape(tokens, heads + kv_heads, size)
     if norms is not None:
         q_THd, k_TKd = qk_TNd.split((heads, kv_heads), dim=1)
-        q_THd = _head_norm(q_THd, norms.q_weight_d, norms.eps, norms.q_noise)
-        k_TKd = _head_norm(k_TKd, norms.k_weight_d, norms.eps, norms.k_noise)
+        q_THd = head_norm(q_THd, norms.q_weight_d, norms.eps, norms.q_noise, kernel="reference")
+        k_TKd = head_norm(k_TKd, norms.k_weight_d, norms.eps, norms.k_noise, kernel="reference")
         qk_TNd = torch.cat((q_THd, k_TKd), dim=1)
     if positions_T is not None:
         cos_Pd, sin_Pd = cos_Pd.index_select(0, positions_T), sin_Pd.index_select(0, positions_T)
@@ -63,8 +63,9 @@ def rope_append(
     return q_THd
 
 
-def _head_norm(x_TNd: Tensor, weight_d: Tensor, eps: float, noise: NormNoise | None) -> Tensor:
+def head_norm(x_TNd: Tensor, weight_d: Tensor, eps: float, noise: NormNoise | None, *, kernel: str) -> Tensor:
+    """RMSNorm over each head; the noise is one draw [d], or one a token [T, d]."""
     z = noise_values(noise)
     if z is not None and z.dim() == 2:
         z = z.unsqueeze(1).expand_as(x_TNd)
-    return rms_norm(x_TNd, weight_d, eps, z, kernel="reference")
+    return rms_norm(x_TNd, weight_d, eps, z, kernel=kernel)

@@ -8,14 +8,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from qerl.kernels import dispatch
-from qerl.kernels.token_logprobs.autograd import TokenLogprobs
 from qerl.kernels.token_logprobs.gate import head_gate
 from qerl.kernels.token_logprobs.head import Head
 
 __all__ = ["Head", "head_gate", "head_logits", "token_logprobs"]
-
-# Most logits held at once when `chunk` is not given: 64 MiB of float32.
-_CHUNK_ELEMENTS = 1 << 24
 
 
 def head_logits(hidden_ND: Tensor, head: Head, bias_V: Tensor | None = None, *, kernel: str = "auto") -> Tensor:
@@ -48,8 +44,8 @@ def token_logprobs(
         targets_N: int64, in [0, V).
         temperature: T > 0.
         bias: added to the logits, [V].
-        chunk: tokens whose logits are held at once; None holds about 16 million logits. The values do not depend on
-            it beyond rounding.
+        chunk: tokens whose logits are held at once; None leaves it to the implementation, which holds at most 16 million
+            logits. The values do not depend on it beyond rounding.
         kernel: implementation by name.
 
     Returns:
@@ -60,7 +56,5 @@ def token_logprobs(
         KernelUnavailableError: `kernel` cannot run here.
     """
     assert temperature > 0, "log-probabilities at temperature 0 are not defined"
-    if chunk is None:
-        chunk = max(1, _CHUNK_ELEMENTS // head.shape[0])
     implementation = dispatch.load("token_logprobs", hidden_ND.device, kernel)
-    return TokenLogprobs.apply(hidden_ND, head, bias, targets_N, temperature, chunk, implementation)
+    return implementation.token_logprobs(hidden_ND, head, bias, targets_N, temperature, chunk)

@@ -5,14 +5,35 @@ Legend: N tokens, D hidden size, V vocabulary.
 
 from __future__ import annotations
 
-from types import ModuleType
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from qerl.kernels.token_logprobs.head import Head
+
+
+class Parts(NamedTuple):
+    """The three functions of an implementation that goes chunk by chunk; see the reference."""
+
+    forward: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    logits_gradient: Callable[..., Tensor]
+    hidden_gradient: Callable[..., Tensor]
+
+
+def keep(ctx: Any, hidden_ND: Tensor, head: Head, *tensors: Tensor | None) -> None:
+    """Save for the backward pass; a packed head is no tensor and stays on the context."""
+    head_VD, ctx.packed = (head, None) if isinstance(head, Tensor) else (None, head)
+    ctx.save_for_backward(hidden_ND, head_VD, *tensors)
+    ctx.set_materialize_grads(False)
+
+
+def kept(ctx: Any) -> tuple[Any, ...]:
+    """What `keep` was given."""
+    hidden_ND, head_VD, *tensors = ctx.saved_tensors
+    return hidden_ND, head_VD if ctx.packed is None else ctx.packed, *tensors
 
 
 class TokenLogprobs(torch.autograd.Function):
@@ -27,29 +48,26 @@ class TokenLogprobs(torch.autograd.Function):
         targets_N: Tensor,
         temperature: float,
         chunk: int,
-        kernel: ModuleType,
+        kernel: Parts,
     ) -> tuple[Tensor, Tensor]:
         parts = [
             kernel.forward(hidden, head, bias_V, targets, temperature)
             for hidden, targets in zip(hidden_ND.split(chunk), targets_N.split(chunk), strict=True)
         ]
         logp_N, entropy_N, lse_N = (torch.cat(column) for column in zip(*parts, strict=True))
-        head_VD, ctx.packed = (head, None) if isinstance(head, Tensor) else (None, head)
-        ctx.save_for_backward(hidden_ND, head_VD, bias_V, targets_N, lse_N, entropy_N)
+        keep(ctx, hidden_ND, head, bias_V, targets_N, lse_N, entropy_N)
         ctx.temperature, ctx.chunk, ctx.kernel = temperature, chunk, kernel
-        ctx.set_materialize_grads(False)
         return logp_N, entropy_N
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden_ND, head_VD, bias_V, targets_N, lse_N, entropy_N = ctx.saved_tensors
-        head = head_VD if ctx.packed is None else ctx.packed
+        hidden_ND, head, bias_V, targets_N, lse_N, entropy_N = kept(ctx)
         needs_hidden, needs_head, needs_bias = ctx.needs_input_grad[:3]
         wide = lse_N.dtype
-        head_wide = head_VD.to(hidden_ND.dtype).to(wide) if needs_hidden and ctx.packed is None else None
+        head_wide = head.to(hidden_ND.dtype).to(wide) if needs_hidden and ctx.packed is None else None
         grad_hidden = torch.empty_like(hidden_ND) if needs_hidden else None
-        grad_head = torch.zeros(head_VD.shape, dtype=wide, device=head_VD.device) if needs_head else None
+        grad_head = torch.zeros(head.shape, dtype=wide, device=head.device) if needs_head else None
         grad_bias = torch.zeros(bias_V.shape, dtype=wide, device=bias_V.device) if needs_bias else None
         for start in range(0, hidden_ND.shape[0], ctx.chunk):
             part = slice(start, start + ctx.chunk)
@@ -74,7 +92,7 @@ class TokenLogprobs(torch.autograd.Function):
                 grad_bias += grad_NV.sum(0)
         return (
             grad_hidden,
-            None if grad_head is None else grad_head.to(head_VD.dtype),
+            None if grad_head is None else grad_head.to(head.dtype),
             None if grad_bias is None else grad_bias.to(bias_V.dtype),
             None,
             None,

@@ -12,7 +12,11 @@ import torch
 from torch import Tensor
 
 from qerl.formats import PackedWeight
+from qerl.kernels.token_logprobs.autograd import Parts, TokenLogprobs
 from qerl.kernels.token_logprobs.head import Head, factored_rows
+
+# Most logits held at once when `chunk` is not given: 64 MiB of float32.
+_CHUNK_ELEMENTS = 1 << 24
 
 
 def head_logits(hidden_ND: Tensor, head: Head, bias_V: Tensor | None) -> Tensor:
@@ -79,3 +83,13 @@ def logits_gradient(
         grad_NV -= p_NV.mul_(grad_logp_N[:, None])
         grad_NV.scatter_add_(1, targets_N[:, None], grad_logp_N[:, None])
     return grad_NV.div_(temperature)
+
+
+def token_logprobs(
+    hidden_ND: Tensor, head: Head, bias_V: Tensor | None, targets_N: Tensor, temperature: float, chunk: int | None
+) -> tuple[Tensor, Tensor]:
+    """See `qerl.kernels.token_logprobs.token_logprobs`."""
+    if chunk is None:
+        chunk = max(1, _CHUNK_ELEMENTS // head.shape[0])
+    parts = Parts(forward, logits_gradient, hidden_gradient)
+    return TokenLogprobs.apply(hidden_ND, head, bias_V, targets_N, temperature, chunk, parts)

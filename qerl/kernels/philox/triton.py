@@ -1,0 +1,87 @@
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+"""Keyed draws on the GPU in one launch each. Legend: R rows, n normals a row."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.random import philox_impl
+
+from qerl.kernels.philox.device import normal_rows_tile, uniform_of
+from qerl.kernels.philox.reference import Key
+
+_BLOCK = 512
+
+
+def normal_rows(key: Key, n: int, c1: Tensor | int, c2: Tensor | int, c3: Tensor | int) -> Tensor:
+    """See `qerl.kernels.philox.normal_rows_of`."""
+    device = next(c.device for c in (c1, c2, c3) if isinstance(c, Tensor))
+    key_2 = _on_device(key, device)
+    counters = [c if isinstance(c, Tensor) else torch.full((1,), c, device=device) for c in (c1, c2, c3)]
+    rows = max(map(len, counters))
+    result_Rn = torch.empty(rows, n, dtype=torch.float32, device=device)
+    strides = [c.stride(0) if len(c) == rows and rows > 1 else 0 for c in counters]
+    block = min(_BLOCK, triton.next_power_of_2(max(n, 4)))
+    if result_Rn.numel():
+        _normal_rows[(rows, triton.cdiv(n, block))](
+            key_2, *counters, *strides, result_Rn, n, BLOCK=block, num_warps=1, enable_fp_fusion=False
+        )
+    return result_Rn
+
+
+def uniform_at(key: Key, counter: tuple[Tensor, ...]) -> Tensor:
+    """See `qerl.kernels.philox.uniform_at`; the four counters broadcast."""
+    c0, c1, c2, c3 = (c.contiguous() for c in torch.broadcast_tensors(*counter))
+    key_2 = _on_device(key, c0.device)
+    result = torch.empty(c0.shape, dtype=torch.float32, device=key_2.device)
+    if result.numel():
+        _uniform_at[(triton.cdiv(result.numel(), _BLOCK),)](
+            key_2, c0, c1, c2, c3, result, result.numel(), BLOCK=_BLOCK, num_warps=4
+        )
+    return result
+
+
+def _on_device(key: Key, device: torch.device) -> Tensor:
+    """int64 [2]."""
+    if isinstance(key, Tensor):
+        return key
+    first, second = key
+    if isinstance(first, Tensor) and isinstance(second, Tensor):
+        return torch.stack((first.reshape(()), second.reshape(())))
+    return torch.tensor(key, device=device)
+
+
+@triton.jit
+def _normal_rows(key, c1, c2, c3, stride1, stride2, stride3, result, n, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK
+    zero = tl.zeros((1,), tl.int32)
+    z = normal_rows_tile(
+        tl.load(key).to(tl.uint32),
+        tl.load(key + 1).to(tl.uint32),
+        tl.load(c1 + row * stride1 + zero).to(tl.uint32),
+        tl.load(c2 + row * stride2 + zero).to(tl.uint32),
+        tl.load(c3 + row * stride3).to(tl.uint32),
+        column // 4,
+        1,
+        BLOCK,
+    )
+    columns = column + tl.arange(0, BLOCK)
+    tl.store(result + row * n + columns[None, :], z, mask=columns[None, :] < n)
+
+
+@triton.jit
+def _uniform_at(key, c0, c1, c2, c3, result, count, BLOCK: tl.constexpr):
+    places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = places < count
+    w0, _, _, _ = philox_impl(
+        tl.load(c0 + places, mask=inside, other=0).to(tl.uint32),
+        tl.load(c1 + places, mask=inside, other=0).to(tl.uint32),
+        tl.load(c2 + places, mask=inside, other=0).to(tl.uint32),
+        tl.load(c3 + places, mask=inside, other=0).to(tl.uint32),
+        tl.load(key).to(tl.uint32),
+        tl.load(key + 1).to(tl.uint32),
+    )
+    tl.store(result + places, uniform_of(w0), mask=inside)

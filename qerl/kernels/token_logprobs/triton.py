@@ -1,0 +1,374 @@
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+"""Tiles of logits that stay in the cache of the GPU: one matrix product a tile, then one pass over it.
+
+Legend: N tokens, M tokens of a block, D hidden size, V vocabulary, v rows of the head in a tile.
+
+With l = logits / T, a reference m (the largest l so far, within a margin) and p = exp(l - m), a tile adds to three sums a token:
+
+    s += sum p,   t += sum p (l - m),   E += sum over v != target of p_v W_v
+
+    lse = m + ln s,   H = ln s - t / s,   d logp / d hidden = ((1 - p_target) W_target - E / s) / T
+
+E is formed in the forward pass if a gradient to the hidden states is wanted, so the backward pass of the log-probs scales it by
+one number a token: no logits again. The target is left out of E because the two large terms of a token that is almost certain
+would cancel. p is rounded to the type of the hidden states for its product, sums are float32. The gradient of the entropy, of
+the head and of the bias do need the logits again (`gradients`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from qerl.formats import PackedWeight
+from qerl.kernels.token_logprobs import autograd, reference
+from qerl.kernels.token_logprobs.head import Head, factored_rows
+from qerl.kernels.token_logprobs.reference import head_logits
+
+__all__ = ["head_logits", "token_logprobs"]
+
+# 1024 x 8192 float32 logits are 32 MiB: a tile is written by the product and read by the pass without leaving the L2 cache.
+_TOKENS, _ROWS = 1024, 8192
+_NEGATIVE = -3.0e38
+
+
+def token_logprobs(
+    hidden_ND: Tensor, head: Head, bias_V: Tensor | None, targets_N: Tensor, temperature: float, chunk: int | None
+) -> tuple[Tensor, Tensor]:
+    """See `qerl.kernels.token_logprobs.token_logprobs`; `chunk` is the most tokens of a block."""
+    packed_with_trained_bias = isinstance(head, PackedWeight) and bias_V is not None and bias_V.requires_grad
+    if hidden_ND.dtype == torch.float64 or not len(hidden_ND) or packed_with_trained_bias:
+        return reference.token_logprobs(hidden_ND, head, bias_V, targets_N, temperature, chunk)
+    return _TokenLogprobs.apply(hidden_ND, head, bias_V, targets_N, temperature, chunk or _TOKENS)
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    """Gradients to hidden, head (if dense) and bias, from both outputs."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_ND: Tensor,
+        head: Head,
+        bias_V: Tensor | None,
+        targets_N: Tensor,
+        temperature: float,
+        chunk: int,
+    ) -> tuple[Tensor, Tensor]:
+        eager = ctx.needs_input_grad[0] and not (ctx.needs_input_grad[1] or ctx.needs_input_grad[2])
+        logp_N, entropy_N, lse_N = (
+            torch.empty(len(hidden_ND), dtype=torch.float32, device=hidden_ND.device) for _ in range(3)
+        )
+        slope_ND = torch.empty_like(hidden_ND) if eager else None
+        for part in _blocks(len(hidden_ND), chunk):
+            block = _Block(hidden_ND[part], targets_N[part], temperature, eager)
+            for rows, values_vD, divisor_v in _tiles(head, hidden_ND.dtype):
+                block.add(rows, values_vD, divisor_v, bias_V)
+            block.finish(logp_N[part], entropy_N[part], lse_N[part], None if slope_ND is None else slope_ND[part])
+        autograd.keep(ctx, hidden_ND, head, bias_V, targets_N, lse_N, entropy_N, slope_ND)
+        ctx.temperature, ctx.chunk = temperature, chunk
+        return logp_N, entropy_N
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden_ND, head, bias_V, targets_N, lse_N, entropy_N, slope_ND = autograd.kept(ctx)
+        grad_logp_N, grad_entropy_N = grads
+        if slope_ND is not None and grad_entropy_N is None:
+            grad_hidden = None if grad_logp_N is None else (slope_ND * grad_logp_N[:, None]).to(hidden_ND.dtype)
+            return grad_hidden, None, None, None, None, None
+        grad_hidden, grad_head, grad_bias = gradients(
+            hidden_ND, head, bias_V, targets_N, ctx.temperature, ctx.chunk, lse_N, entropy_N, grad_logp_N, grad_entropy_N,
+            ctx.needs_input_grad[:3],
+        )  # fmt: skip
+        return grad_hidden, grad_head, grad_bias, None, None, None
+
+
+class _Block:
+    """Running sums of one block of tokens."""
+
+    def __init__(self, hidden_MD: Tensor, targets_M: Tensor, temperature: float, eager: bool):
+        count, device = len(hidden_MD), hidden_MD.device
+        self.hidden_MD, self.targets_M, self.temperature = hidden_MD.contiguous(), targets_M.contiguous(), temperature
+        self.sums_4M = torch.zeros(4, count, dtype=torch.float32, device=device)
+        self.sums_4M[0] = _NEGATIVE
+        """Reference m, s, t, and l of the target."""
+        self.logits = torch.empty(count * _ROWS, dtype=torch.float32, device=device)
+        self.p = torch.empty(count * _ROWS if eager else 0, dtype=hidden_MD.dtype, device=device)
+        self.e_MD = torch.zeros(hidden_MD.shape, dtype=torch.float32, device=device) if eager else None
+        self.target_MD = torch.empty_like(self.hidden_MD) if eager else None
+        """W of each target."""
+
+    def add(self, rows: slice, values_vD: Tensor, divisor_v: Tensor | None, bias_V: Tensor | None) -> None:
+        """Take in one tile of the head."""
+        count, width = len(self.hidden_MD), len(values_vD)
+        logits_Mv = _product(self.hidden_MD, values_vD.T, self.logits[: count * width].view(count, width))
+        p_Mv = self.p[: count * width].view(count, width) if self.e_MD is not None else None
+        block = triton.next_power_of_2(width)
+        _absorb[(count,)](
+            logits_Mv,
+            divisor_v,
+            None if bias_V is None else bias_V[rows],
+            self.targets_M,
+            self.sums_4M,
+            p_Mv,
+            self.e_MD,
+            values_vD,
+            self.target_MD,
+            rows.start,
+            count,
+            width,
+            self.hidden_MD.shape[1],
+            self.temperature,
+            BLOCK=block,
+            WIDTH=min(triton.next_power_of_2(self.hidden_MD.shape[1]), 1024),
+            num_warps=min(max(block // 512, 1), 8),
+        )
+        if self.e_MD is not None and p_Mv is not None:
+            _product(p_Mv, values_vD, self.e_MD, add=True)
+
+    def finish(self, logp_M: Tensor, entropy_M: Tensor, lse_M: Tensor, slope_MD: Tensor | None) -> None:
+        """Write the results of the block."""
+        width = self.hidden_MD.shape[1]
+        _finish[(len(self.hidden_MD),)](
+            self.sums_4M,
+            self.e_MD,
+            self.target_MD,
+            logp_M,
+            entropy_M,
+            lse_M,
+            slope_MD,
+            len(self.hidden_MD),
+            width,
+            self.temperature,
+            WIDTH=triton.next_power_of_2(width),
+            num_warps=4,
+        )
+
+
+def gradients(
+    hidden_ND: Tensor,
+    head: Head,
+    bias_V: Tensor | None,
+    targets_N: Tensor,
+    temperature: float,
+    chunk: int,
+    lse_N: Tensor,
+    entropy_N: Tensor,
+    grad_logp_N: Tensor | None,
+    grad_entropy_N: Tensor | None,
+    needed: tuple[bool, ...],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients to hidden, head and bias from logits that are computed again, a tile at a time; sums are float32."""
+    grad_hidden = torch.empty_like(hidden_ND) if needed[0] else None
+    device, shape = hidden_ND.device, tuple(head.shape)
+    grad_head = torch.zeros(shape, dtype=torch.float32, device=device) if needed[1] else None
+    grad_bias = torch.zeros(shape[0], dtype=torch.float32, device=device) if needed[2] else None
+    for part in _blocks(len(hidden_ND), chunk):
+        hidden_MD = hidden_ND[part].contiguous()
+        count = len(hidden_MD)
+        logits = torch.empty(count * _ROWS, dtype=torch.float32, device=device)
+        grad = torch.empty(count * _ROWS, dtype=hidden_MD.dtype, device=device)
+        sum_MD = torch.zeros(hidden_MD.shape, dtype=torch.float32, device=device) if needed[0] else None
+        for rows, values_vD, divisor_v in _tiles(head, hidden_MD.dtype):
+            width = len(values_vD)
+            logits_Mv = _product(hidden_MD, values_vD.T, logits[: count * width].view(count, width))
+            grad_Mv = grad[: count * width].view(count, width)
+            block = triton.next_power_of_2(width)
+            _logits_gradient[(count,)](
+                logits_Mv,
+                divisor_v,
+                None if bias_V is None else bias_V[rows],
+                targets_N[part],
+                lse_N[part],
+                entropy_N[part],
+                None if grad_logp_N is None else grad_logp_N[part].contiguous(),
+                None if grad_entropy_N is None else grad_entropy_N[part].contiguous(),
+                grad_Mv,
+                rows.start,
+                width,
+                temperature,
+                BLOCK=block,
+                num_warps=min(max(block // 512, 1), 8),
+            )
+            # The gradient is divided by the divisors of a packed head, as the sum over its values needs it; neither such a
+            # head nor a bias beside it gets a gradient here.
+            if sum_MD is not None:
+                _product(grad_Mv, values_vD, sum_MD, add=True)
+            if grad_head is not None:
+                _product(grad_Mv.T, hidden_MD, grad_head[rows], add=True)
+            if grad_bias is not None:
+                grad_bias[rows] += grad_Mv.float().sum(0)
+        if grad_hidden is not None and sum_MD is not None:
+            grad_hidden[part] = sum_MD
+    return (
+        grad_hidden,
+        None if grad_head is None else grad_head.to(head.dtype if isinstance(head, Tensor) else torch.float32),
+        None if grad_bias is None or bias_V is None else grad_bias.to(bias_V.dtype),
+    )
+
+
+def _blocks(tokens: int, most: int) -> Iterator[slice]:
+    """Blocks of about equal size, of at most `most` tokens, in multiples of 64 where they can be."""
+    step = -(-tokens // -(-tokens // most))
+    step = min(most, -(-step // 64) * 64)
+    for start in range(0, tokens, step):
+        yield slice(start, min(start + step, tokens))
+
+
+def _tiles(head: Head, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
+    """(rows, values [v, D], row divisor [v] or None) of the whole head, tiles of about equal size."""
+    if isinstance(head, PackedWeight):
+        for rows, values_VD, divisor_V in factored_rows(head, dtype):
+            for part in _blocks(len(values_VD), _ROWS):
+                inside = slice(rows.start + part.start, rows.start + part.stop)
+                yield inside, values_VD[part], None if divisor_V is None else divisor_V[part].contiguous()
+        return
+    values_VD = head.to(dtype)
+    for part in _blocks(len(values_VD), _ROWS):
+        yield part, values_VD[part], None
+
+
+def _product(a: Tensor, b: Tensor, out: Tensor, *, add: bool = False) -> Tensor:
+    """out = a b, or out += a b, in float32."""
+    if a.dtype == torch.float32:
+        return out.addmm_(a, b) if add else torch.mm(a, b, out=out)
+    if a.device.type == "cpu":
+        return out.addmm_(a.float(), b.float()) if add else torch.mm(a.float(), b.float(), out=out)
+    if add:
+        return torch.ops.aten.addmm.dtype_out(out, a, b, torch.float32, out=out)
+    return torch.ops.aten.mm.dtype_out(a, b, torch.float32, out=out)
+
+
+@triton.jit
+def _scaled(logits, divisor, bias, row, columns, inside, width, temperature):
+    """logits / T of one token and tile, float32; -inf beyond the tile."""
+    value = tl.load(logits + row * width + columns, mask=inside, other=0.0)
+    if divisor is not None:
+        value = value / tl.load(divisor + columns, mask=inside, other=1.0)
+    if bias is not None:
+        value += tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
+    return tl.where(inside, value / temperature, -float("inf"))
+
+
+@triton.jit
+def _absorb(
+    logits,
+    divisor,
+    bias,
+    targets,
+    sums,
+    p,
+    e,
+    values,
+    target_rows,
+    start,
+    count,
+    width,
+    hidden_size,
+    temperature,
+    BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < width
+    scaled = _scaled(logits, divisor, bias, row, columns, inside, width, temperature)
+    old = tl.load(sums + row)
+    s = tl.load(sums + count + row)
+    t = tl.load(sums + 2 * count + row)
+    highest = tl.max(scaled, axis=0)
+    # The reference follows the maximum only when it must: float32 and bfloat16 hold e^30 as well as 1.
+    new = tl.where(highest > old + 30.0, highest, old)
+    rise = tl.where(s > 0.0, old - new, 0.0)
+    shrink = tl.exp(rise)
+    weight = tl.exp(scaled - new)
+    above = tl.where(inside, scaled - new, 0.0)
+    t = shrink * (t + s * rise) + tl.sum(weight * above, axis=0)
+    s = shrink * s + tl.sum(weight, axis=0)
+    tl.store(sums + row, new)
+    tl.store(sums + count + row, s)
+    tl.store(sums + 2 * count + row, t)
+    target = tl.load(targets + row) - start
+    here = (target >= 0) & (target < width)
+    if here:
+        tl.store(sums + 3 * count + row, tl.sum(tl.where(columns == target, scaled, 0.0), axis=0))
+    if e is not None:
+        if divisor is not None:
+            weight = weight / tl.load(divisor + columns, mask=inside, other=1.0)
+        weight = tl.where(columns == target, 0.0, weight)
+        tl.store(p + row * width + columns, weight.to(p.dtype.element_ty), mask=inside)
+        channels = tl.arange(0, WIDTH)
+        if here:
+            scale = 1.0
+            if divisor is not None:
+                scale = tl.load(divisor + target)
+            for first in range(0, hidden_size, WIDTH):
+                within = first + channels < hidden_size
+                w = tl.load(values + target * hidden_size + first + channels, mask=within, other=0.0).to(tl.float32)
+                place = target_rows + row * hidden_size + first + channels
+                tl.store(place, (w / scale).to(target_rows.dtype.element_ty), mask=within)
+        if rise < 0.0:
+            for first in range(0, hidden_size, WIDTH):
+                within = first + channels < hidden_size
+                place = e + row * hidden_size + first + channels
+                tl.store(place, tl.load(place, mask=within, other=0.0) * shrink, mask=within)
+
+
+@triton.jit
+def _finish(sums, e, target_rows, logp, entropy, lse, slope, count, hidden_size, temperature, WIDTH: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    s = tl.load(sums + count + row)
+    log_s = tl.log(s)
+    lse_value = tl.load(sums + row) + log_s
+    logp_value = tl.load(sums + 3 * count + row) - lse_value
+    tl.store(lse + row, lse_value)
+    tl.store(logp + row, logp_value)
+    tl.store(entropy + row, log_s - tl.load(sums + 2 * count + row) / s)
+    if e is not None:
+        channels = tl.arange(0, WIDTH)
+        within = channels < hidden_size
+        place = row * hidden_size + channels
+        rest = tl.load(e + place, mask=within, other=0.0) / s
+        w = tl.load(target_rows + place, mask=within, other=0.0).to(tl.float32)
+        result = ((1.0 - tl.exp(logp_value)) * w - rest) / temperature
+        tl.store(slope + place, result.to(slope.dtype.element_ty), mask=within)
+
+
+@triton.jit
+def _logits_gradient(
+    logits,
+    divisor,
+    bias,
+    targets,
+    lse,
+    entropy,
+    grad_logp,
+    grad_entropy,
+    grad,
+    start,
+    width,
+    temperature,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < width
+    log_p = _scaled(logits, divisor, bias, row, columns, inside, width, temperature) - tl.load(lse + row)
+    p = tl.exp(log_p)
+    result = tl.zeros((BLOCK,), tl.float32)
+    if grad_entropy is not None:
+        result -= tl.load(grad_entropy + row) * p * (tl.where(inside, log_p, 0.0) + tl.load(entropy + row))
+    if grad_logp is not None:
+        chosen = (columns == tl.load(targets + row) - start).to(tl.float32)
+        result += tl.load(grad_logp + row) * (chosen - p)
+    result = result / temperature
+    if divisor is not None:
+        result = result / tl.load(divisor + columns, mask=inside, other=1.0)
+    tl.store(grad + row * width + columns, result.to(grad.dtype.element_ty), mask=inside)

@@ -1,0 +1,256 @@
+"""The kernels on a real device: against float64, bit for bit where that is promised, outputs poisoned before they are written."""
+
+import pytest
+import torch
+from op_cases import STREAM, head_norms, keyed, noises, random, rotation
+
+from qerl.kernels import philox
+from qerl.kernels.activation import silu_mul
+from qerl.kernels.attention import packed_attention
+from qerl.kernels.rms_norm import add_rms_norm, noise_values, rms_norm
+from qerl.kernels.rope import HeadNorms, rope, rope_append
+from qerl.kernels.token_logprobs import token_logprobs
+
+pytestmark = pytest.mark.gpu
+DEVICE = "cuda"
+
+
+@pytest.fixture(autouse=True)
+def poisoned():
+    """torch fills what it allocates without a value with NaN while its algorithms have to be deterministic."""
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def error(found: torch.Tensor, exact: torch.Tensor) -> float:
+    """|found - exact| / |exact|; NaN if anything is."""
+    return float((found.detach().double() - exact.detach().double()).norm() / exact.detach().double().norm())
+
+
+def ulps(found: torch.Tensor, expected: torch.Tensor) -> int:
+    """Most representable numbers between two bfloat16 tensors."""
+    ordered = []
+    for value in (found, expected):
+        bits = value.detach().contiguous().view(torch.int16).int()
+        ordered.append(torch.where(bits < 0, -(bits & 0x7FFF), bits))
+    assert found.isfinite().all()
+    return int((ordered[0] - ordered[1]).abs().max())
+
+
+def test_words_are_bit_equal_and_normals_within_2e_6():
+    c0 = torch.arange(1 << 16, device=DEVICE)
+    c1 = torch.tensor([[1], [(1 << 32) - 1]], device=DEVICE)
+    assert torch.equal(
+        philox.uniform_at(*STREAM, c0, c1, 2, 3).cpu(), philox.uniform_at(*STREAM, c0.cpu(), c1.cpu(), 2, 3)
+    )
+    rows = torch.arange(4096, device=DEVICE)
+    found = philox.normal_rows(*STREAM, 4099, c1=rows, c2=7, c3=1)
+    exact = philox.normal_rows(*STREAM, 4099, c1=rows, c2=7, c3=1, kernel="reference")
+    worst = float((found - exact).abs().max())
+    print(f"normals: largest difference of {found.numel()} from float64: {worst:.2e}")
+    assert worst < 2e-6
+    assert torch.equal(found[7], philox.normal(*STREAM, 4099, c1=7, c2=7, c3=1, device=DEVICE))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "width", "dtype"),
+    [
+        (1, 3584, torch.bfloat16),
+        (1000, 5120, torch.bfloat16),
+        (63, 200, torch.bfloat16),
+        (17, 896, torch.float32),
+    ],
+)
+def test_the_norm_in_every_form_of_noise(tokens, width, dtype):
+    x, residual, grad, grad_stream = (random(tokens, width, seed=s, device=DEVICE, dtype=dtype) for s in range(4))
+    limit = 1e-6 if dtype == torch.float32 else 4e-3
+    for name, noise in noises(tokens, width, DEVICE):
+        leaves = [
+            x.clone().requires_grad_(),
+            residual.clone().requires_grad_(),
+            random(width, seed=4, device=DEVICE).requires_grad_(),
+        ]
+        h, stream = add_rms_norm(*leaves, 1e-6, noise)
+        assert torch.equal(stream, residual + x), name
+        found = torch.autograd.grad((h, stream), leaves, (grad, grad_stream))
+        wide = [stream.detach().double().requires_grad_(), leaves[2].detach().double().requires_grad_()]
+        z = noise_values(noise)
+        exact = rms_norm(wide[0], wide[1], 1e-6, None if z is None else z.expand_as(x), kernel="reference")
+        expected = torch.autograd.grad(exact, wide, grad.double())
+        assert error(h, exact) < limit, name
+        assert torch.equal(found[0], found[1])
+        assert error(found[0], expected[0] + grad_stream.double()) < limit, name
+        assert error(found[2], expected[1]) < 2e-6, name
+        again = torch.autograd.grad(add_rms_norm(*leaves, 1e-6, noise), leaves, (grad, grad_stream))
+        assert all(torch.equal(*pair) for pair in zip(found, again, strict=True)), "the same input, the same bits"
+        assert torch.equal(rms_norm(stream.detach(), leaves[2], 1e-6, noise), h), name
+
+
+def test_no_noise_has_the_bits_of_zero_noise_and_a_row_those_it_has_alone():
+    x, weight = random(33, 3584, device=DEVICE, dtype=torch.bfloat16), random(3584, seed=1, device=DEVICE)
+    plain = rms_norm(x, weight, 1e-6)
+    for noise in (torch.zeros(3584, device=DEVICE), keyed(33, 3584, DEVICE, spread=torch.zeros(1, device=DEVICE))):
+        assert torch.equal(rms_norm(x, weight, 1e-6, noise), plain)
+    assert all(torch.equal(rms_norm(x[i : i + 1], weight, 1e-6), plain[i : i + 1]) for i in range(0, 33, 8))
+
+
+@pytest.mark.parametrize("spread", [torch.tensor([0.05]), 0.05 * torch.rand(3584)])
+def test_draws_in_registers_have_the_bits_of_draws_in_memory(spread):
+    x, weight = random(9, 3584, device=DEVICE, dtype=torch.bfloat16), random(3584, seed=1, device=DEVICE)
+    noise = keyed(9, 3584, DEVICE, spread=spread.to(DEVICE), c1_R=torch.arange(9, device=DEVICE) << 12)
+    assert torch.equal(rms_norm(x, weight, 1e-6, noise), rms_norm(x, weight, 1e-6, noise.z()))
+
+
+def test_a_captured_step_follows_new_keys_positions_and_places():
+    tokens, width = 6, 512
+    x, residual = (random(tokens, width, seed=s, device=DEVICE, dtype=torch.bfloat16) for s in (0, 1))
+    weight, noise = random(width, seed=2, device=DEVICE), keyed(tokens, width, DEVICE)
+    qkv, tables = random(tokens, 6 * 64, seed=3, device=DEVICE, dtype=torch.bfloat16), rotation(32, 64, DEVICE)
+    positions, place = torch.arange(tokens, device=DEVICE), torch.arange(tokens, device=DEVICE) * 3
+    caches = [torch.zeros(2, 16, 1, 64, device=DEVICE, dtype=torch.bfloat16) for _ in range(2)]
+
+    def step(noise, caches):
+        h, stream = add_rms_norm(x, residual, weight, 1e-6, noise)
+        return h, stream, silu_mul(h), rope_append(qkv, positions, *tables, 4, 1, *caches, place)
+
+    with torch.no_grad():
+        step(noise, caches)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = step(noise, caches)
+        for tensor, change in ((noise.c2_R, 100), (noise.c3_1, 1), (positions, 9), (place, 1), (noise.key_2, 3)):
+            tensor += change
+        noise.spread.mul_(2)
+        for cache in caches:
+            cache.zero_()
+        graph.replay()
+        fresh = [torch.zeros_like(cache) for cache in caches]
+        expected = step(
+            keyed(tokens, width, DEVICE, key_2=noise.key_2, c2_R=noise.c2_R, c3_1=noise.c3_1, spread=noise.spread),
+            fresh,
+        )
+    assert all(torch.equal(*pair) for pair in zip((*captured, *caches), (*expected, *fresh), strict=True))
+
+
+@pytest.mark.parametrize(("tokens", "width"), [(1, 18944), (3, 129), (1000, 4864)])
+def test_the_activation(tokens, width):
+    gate_up, grad = (
+        random(tokens, 2 * width, device=DEVICE, dtype=torch.bfloat16),
+        random(tokens, width, seed=1, device=DEVICE),
+    )
+    results = []
+    for kernel in ("auto", "reference"):
+        leaf = (3 * gate_up).requires_grad_()
+        output = silu_mul(leaf, kernel=kernel)
+        results.append((output, *torch.autograd.grad(output, leaf, grad.bfloat16())))
+    for found, expected in zip(*results, strict=True):
+        # silu(gate) may be rounded to the neighbor, which the second rounding can double.
+        assert ulps(found, expected) <= 2
+        assert (found == expected).float().mean() > 0.99
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(28, 4, 128), (14, 2, 64), (3, 1, 80)])
+@pytest.mark.parametrize("with_norms", [False, True])
+def test_the_rotation(heads, kv_heads, size, with_norms):
+    tokens = 61
+    tables, positions = rotation(500, size, DEVICE), (torch.arange(tokens) * 8).to(DEVICE)
+    norms = head_norms(tokens, size, DEVICE) if with_norms else None
+    results = []
+    for kernel in ("auto", "reference"):
+        qkv = random(tokens, (heads + 2 * kv_heads) * size, device=DEVICE, dtype=torch.bfloat16).requires_grad_()
+        outputs = rope(qkv, positions, *tables, heads, kv_heads, norms=norms, kernel=kernel)
+        grads = [random(*output.shape, seed=i, device=DEVICE, dtype=torch.bfloat16) for i, output in enumerate(outputs)]
+        results.append((*outputs, torch.autograd.grad(outputs, qkv, grads)[0]))
+    for found, expected in zip(*results, strict=True):
+        assert error(found, expected) < (5e-3 if with_norms else 1e-9)
+    assert torch.equal(results[0][2], results[1][2])
+    caches = [torch.zeros(70, kv_heads, size, device=DEVICE, dtype=torch.bfloat16) for _ in range(2)]
+    place = torch.arange(tokens, device=DEVICE).flip(0) + 5
+    q = rope_append(qkv.detach(), positions, *tables, heads, kv_heads, *caches, place, norms=norms)
+    assert torch.equal(q, results[0][0])
+    assert all(torch.equal(cache[place], values) for cache, values in zip(caches, results[0][1:3], strict=True))
+    assert all(not cache[:5].any() and not cache[66:].any() for cache in caches)
+
+
+def test_trained_scales_of_head_norms_get_their_gradient():
+    tokens, heads, kv_heads, size = 9, 4, 2, 64
+    tables = rotation(tokens, size, DEVICE)
+    results = []
+    for kernel in ("auto", "reference"):
+        qkv = random(tokens, (heads + 2 * kv_heads) * size, device=DEVICE).requires_grad_()
+        scales = [random(size, seed=s, device=DEVICE).requires_grad_() for s in (1, 2)]
+        norms = HeadNorms(
+            q_weight_d=scales[0], k_weight_d=scales[1], eps=1e-6, q_noise=0.1 * random(size, device=DEVICE)
+        )
+        outputs = rope(qkv, None, *tables, heads, kv_heads, norms=norms, kernel=kernel)
+        loss = sum((output * random(*output.shape, seed=3, device=DEVICE)).sum() for output in outputs)
+        results.append((*outputs, *torch.autograd.grad(loss, [qkv, *scales])))
+    assert all(error(*pair) < 1e-6 for pair in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize(("tokens", "vocabulary", "width"), [(1, 151936, 896), (2100, 4999, 896), (300, 32064, 3584)])
+@pytest.mark.parametrize("with_entropy", [False, True])
+def test_log_probs_and_the_gradient_to_the_hidden_states(tokens, vocabulary, width, with_entropy):
+    """Gradient against float64; half of the targets are the most likely token."""
+    hidden = random(tokens, width, device=DEVICE, dtype=torch.bfloat16)
+    head = random(vocabulary, width, seed=1, device=DEVICE, dtype=torch.bfloat16) * (6 / width**0.5)
+    targets = torch.arange(tokens, device=DEVICE) * 7 % vocabulary
+    targets[::2] = (hidden[::2].float() @ head.float().T).argmax(-1)
+    grad_logp, grad_entropy = random(tokens, seed=3, device=DEVICE), 0.1 * random(tokens, seed=4, device=DEVICE)
+    results = {}
+    for kernel, dtype in (("auto", torch.bfloat16), ("reference", torch.bfloat16), ("exact", torch.float64)):
+        leaf = hidden.to(dtype).requires_grad_()
+        name = "reference" if kernel == "exact" else kernel
+        logp, entropy = token_logprobs(leaf, head.to(dtype), targets, temperature=0.9, kernel=name)
+        loss = (logp * grad_logp).sum() + ((entropy * grad_entropy).sum() if with_entropy else 0)
+        results[kernel] = (logp, entropy, *torch.autograd.grad(loss, leaf))
+    exact = results.pop("exact")
+    for kernel, found in results.items():
+        print(f"{kernel}: gradient error {error(found[2], exact[2]):.2e}", end="; ")
+        # Tensor cores cut off instead of rounding when they add, so all logits shrink a little, the more the wider the model:
+        # measured 4.4e-6 of a log-prob at width 3584.
+        assert ((found[0] - exact[0]).abs() < 2e-5 + 1e-5 * exact[0].abs()).all(), kernel
+        assert ((found[1] - exact[1]).abs() < 2e-4).all(), kernel
+        assert error(found[2], exact[2]) < 5e-3
+
+
+def test_the_gradients_to_a_dense_head_and_its_bias():
+    hidden, head = random(130, 64, device=DEVICE), random(5000, 64, seed=1, device=DEVICE)
+    bias, targets = random(5000, seed=2, device=DEVICE), torch.arange(130, device=DEVICE)
+    results = []
+    for kernel, dtype in (("auto", torch.float32), ("reference", torch.float64)):
+        leaves = [t.to(dtype).requires_grad_() for t in (hidden, head, bias)]
+        logp, entropy = token_logprobs(leaves[0], leaves[1], targets, bias=leaves[2], kernel=kernel)
+        results.append((logp, entropy, *torch.autograd.grad(logp.sum() + 0.3 * entropy.sum(), leaves)))
+    assert all(error(*pair) < 1e-5 for pair in zip(*results, strict=True))
+
+
+def test_log_probs_hold_a_few_tiles_and_no_more():
+    hidden = random(8192, 1024, device=DEVICE, dtype=torch.bfloat16).requires_grad_()
+    head = random(65536, 1024, seed=1, device=DEVICE, dtype=torch.bfloat16)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    logp, _ = token_logprobs(hidden, head, torch.arange(8192, device=DEVICE))
+    logp.sum().backward()
+    peak = torch.cuda.max_memory_allocated() - before
+    print(f"peak {peak / 2**20:.0f} MiB for {8192 * 65536 * 4 / 2**20:.0f} MiB of logits")
+    assert peak < 120 * 2**20
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(28, 4, 128), (14, 2, 64), (8, 8, 96)])
+def test_packed_attention(heads, kv_heads, size):
+    bounds = torch.tensor([0, 1, 64, 200, 777, 1000], device=DEVICE)
+    shapes = [(1000, n, size) for n in (heads, kv_heads, kv_heads)]
+    inputs = [random(*shape, seed=i, device=DEVICE, dtype=torch.bfloat16) for i, shape in enumerate(shapes)]
+    grad = random(1000, heads, size, seed=5, device=DEVICE, dtype=torch.bfloat16)
+    results = []
+    for kernel, dtype in (("flash", torch.bfloat16), ("flash", torch.bfloat16), ("reference", torch.float32)):
+        leaves = [t.to(dtype).requires_grad_() for t in inputs]
+        output = packed_attention(*leaves, bounds, size**-0.5, kernel=kernel)
+        results.append((output, *torch.autograd.grad(output, leaves, grad.to(dtype))))
+    for found, again, exact in zip(*results, strict=True):
+        assert torch.equal(found, again)
+        assert error(found, exact) < 6e-3

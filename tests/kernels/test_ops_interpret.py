@@ -1,0 +1,187 @@
+"""The Triton kernels of norm, activation, rotation, draws and log-probs in the interpreter, against the references."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import triton_cpu  # noqa: F401 - prepares the interpreter, before any kernel module
+from op_cases import STREAM, head_norms, keyed, noises, random, rotation
+from triton_cpu import triton
+
+from qerl.formats import get_format
+from qerl.kernels import philox
+from qerl.kernels.activation import reference as activation_reference
+from qerl.kernels.activation import triton as activation_triton
+from qerl.kernels.philox import triton as philox_triton
+from qerl.kernels.rms_norm import noise_values
+from qerl.kernels.rms_norm import reference as norm_reference
+from qerl.kernels.rms_norm import triton as norm_triton
+from qerl.kernels.rope import reference as rope_reference
+from qerl.kernels.rope import triton as rope_triton
+from qerl.kernels.token_logprobs import reference as logprobs_reference
+from qerl.kernels.token_logprobs import triton as logprobs_triton
+
+pytestmark = pytest.mark.interpret
+
+KEY = philox.stream_key(*STREAM)
+
+
+def test_words_are_bit_equal():
+    c0, c1 = torch.tensor([0, 1, 7, (1 << 32) - 1]), torch.tensor([[10], [(1 << 32) - 1]])
+    found = philox_triton.uniform_at(KEY, (c0, c1, torch.tensor(2), torch.tensor(1 << 31)))
+    assert torch.equal(found, philox.uniform_at(*STREAM, c0, c1, 2, 1 << 31))
+
+
+@pytest.mark.parametrize("n", [1, 3, 130])
+def test_normals_agree_with_float64_within_2e_6(n):
+    c1 = torch.tensor([0, 5, (1 << 32) - 1])
+    found = philox_triton.normal_rows(KEY, n, c1, 9, 3)
+    assert (found - philox.normal_rows(*STREAM, n, c1=c1, c2=9, c3=3)).abs().max() < 2e-6
+
+
+def test_many_normals_agree_with_float64_within_2e_6(monkeypatch):
+    n = 1 << 17
+    monkeypatch.setattr(philox_triton, "_BLOCK", n)
+    error = philox_triton.normal_rows(KEY, n, torch.tensor([4]), 9, 3)[0] - philox.normal(*STREAM, n, c1=4, c2=9, c3=3)
+    assert error.abs().max() < 1e-6
+
+
+@pytest.mark.parametrize(("tokens", "width"), [(1, 16), (5, 200), (3, 1030)])
+def test_the_norm_in_every_form_of_noise(tokens, width):
+    x, residual, grad, grad_stream = (random(tokens, width, seed=seed) for seed in range(4))
+    weight = random(width, seed=4)
+    for name, noise in noises(tokens, width):
+        z = noise_values(noise)
+        h, stream, inverse = norm_triton.add_forward(x, residual, weight, 1e-6, noise)
+        assert torch.equal(stream, residual + x)
+        expected = norm_reference.add_forward(x, residual, weight, 1e-6, z)
+        found = (h, inverse, *norm_triton.backward(grad, stream, weight, inverse, noise, grad_stream))
+        backward = norm_reference.backward(grad, stream, weight, expected[2], z, grad_stream)
+        torch.testing.assert_close(found, (expected[0], expected[2], *backward), rtol=1e-5, atol=5e-6, msg=name)
+        alone = norm_triton.forward(stream, weight, 1e-6, noise)
+        assert torch.equal(alone[0], h), name
+        without = norm_triton.backward(grad, stream, weight, inverse, noise, needs_weight=False)
+        assert without[1] is None
+        plain = norm_reference.backward(grad, stream, weight, expected[2], z)[0]
+        torch.testing.assert_close(without[0], plain, rtol=1e-5, atol=5e-6, msg=name)
+
+
+def test_no_noise_has_the_bits_of_zero_noise():
+    x, weight = random(2, 70), random(70, seed=1)
+    plain = norm_triton.forward(x, weight, 1e-6, None)[0]
+    silent = (torch.zeros(70), torch.zeros(2, 70), keyed(2, 70, spread=torch.zeros(1)))
+    assert all(torch.equal(norm_triton.forward(x, weight, 1e-6, noise)[0], plain) for noise in silent)
+
+
+def test_a_norm_of_heads_has_three_dimensions():
+    x, weight = random(2, 3, 24), random(24, seed=1)
+    found, inverse = norm_triton.forward(x, weight, 1e-6, None)
+    torch.testing.assert_close((found, inverse), norm_reference.forward(x, weight, 1e-6, None))
+    gradients = (f.backward(x, x, weight, inverse, None) for f in (norm_triton, norm_reference))
+    torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize(("tokens", "width"), [(1, 8), (3, 1100)])
+def test_the_activation(tokens, width):
+    gate_up, grad = 3 * random(tokens, 2 * width), random(tokens, width, seed=1)
+    torch.testing.assert_close(activation_triton.forward(gate_up), activation_reference.forward(gate_up))
+    torch.testing.assert_close(activation_triton.backward(grad, gate_up), activation_reference.backward(grad, gate_up))
+
+
+@pytest.mark.parametrize(("tokens", "heads", "kv_heads", "size"), [(3, 4, 2, 8), (2, 7, 1, 12), (1, 14, 2, 64)])
+@pytest.mark.parametrize("with_norms", [False, True])
+def test_the_rotation(tokens, heads, kv_heads, size, with_norms):
+    shape, norms = (heads, kv_heads), head_norms(tokens, size) if with_norms else None
+    tables, positions = rotation(20, size), torch.tensor([19, 0, 3])[:tokens]
+    results = []
+    for kernel in (rope_triton, rope_reference):
+        qkv = random(tokens, (heads + 2 * kv_heads) * size).requires_grad_()
+        outputs = kernel.rope(qkv, positions, *tables, *shape, norms)
+        torch.autograd.backward(outputs, [random(*output.shape, seed=i) for i, output in enumerate(outputs)])
+        caches = [torch.full((2, 5, kv_heads, size), float("nan")) for _ in range(2)]
+        place = torch.tensor([7, 0, 4])[:tokens]
+        q = kernel.rope_append(qkv.detach(), positions, *tables, *shape, norms, *caches, place)
+        results.append((*outputs, qkv.grad, q, *caches))
+    torch.testing.assert_close(*results, rtol=1e-5, atol=3e-6, equal_nan=True)
+    if not with_norms:
+        assert torch.equal(results[0][0], results[1][0]), "no fused multiply-add"
+
+
+def test_trained_scales_of_head_norms_get_their_gradient(monkeypatch):
+    """Their norm is then a step of its own (here the reference, since a CPU tensor cannot ask for the Triton kernel)."""
+    monkeypatch.setattr(
+        rope_triton, "head_norm", lambda *given, kernel: rope_reference.head_norm(*given, kernel="reference")
+    )
+    tables, given, results = rotation(3, 8), head_norms(3, 8), []
+    for kernel in (rope_triton, rope_reference):
+        scales = [given.q_weight_d.clone().requires_grad_(), given.k_weight_d.clone().requires_grad_()]
+        norms = replace(given, q_weight_d=scales[0], k_weight_d=scales[1])
+        qkv = random(3, 48).requires_grad_()
+        outputs = kernel.rope(qkv, None, *tables, 4, 1, norms)
+        results.append(torch.autograd.grad([output.square().sum() for output in outputs], [qkv, *scales]))
+    torch.testing.assert_close(*results)
+
+
+def test_a_table_with_a_row_a_token_needs_no_positions():
+    tables, qkv, positions = rotation(9, 8), random(3, 32), torch.tensor([8, 1, 1])
+    rows = [table[positions] for table in tables]
+    by_position = rope_triton.rope(qkv, positions, *tables, 2, 1, None)
+    by_token = rope_triton.rope(qkv, None, *rows, 2, 1, None)
+    assert all(torch.equal(*pair) for pair in zip(by_position, by_token, strict=True))
+
+
+@pytest.fixture
+def small_tiles(monkeypatch):
+    monkeypatch.setattr(logprobs_triton, "_ROWS", 64)
+    monkeypatch.setattr(logprobs_triton, "_TOKENS", 64)
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("wanted", ["logprobs", "both", "head and bias", "packed"])
+@pytest.mark.parametrize(("tokens", "vocabulary", "temperature"), [(3, 150, 1.0), (70, 129, 0.7)])
+def test_log_probs_and_gradients(wanted, tokens, vocabulary, temperature):
+    """Against the reference in float64. The head is large, so that some tokens are almost certain and maxima rise late."""
+    width = 32
+    dense, targets = 2 * random(vocabulary, width, seed=1), torch.arange(tokens) * 7 % vocabulary
+    dense *= torch.linspace(0.1, 3.0, vocabulary)[:, None]
+    head = get_format("nvfp4").quantize(dense) if wanted == "packed" else dense
+    bias = random(vocabulary, seed=2) if wanted == "head and bias" else None
+    grad_logp, grad_entropy = random(tokens, seed=3), random(tokens, seed=4)
+    results = []
+    for kernel, dtype in ((logprobs_triton, torch.float32), (logprobs_reference, torch.float64)):
+        hidden = random(tokens, width).to(dtype).requires_grad_()
+        given = head if wanted == "packed" else head.to(dtype).requires_grad_(wanted == "head and bias")
+        given_bias = None if bias is None else bias.to(dtype).requires_grad_()
+        logp, entropy = kernel.token_logprobs(hidden, given, given_bias, targets, temperature, None)
+        loss = (logp * grad_logp).sum() + (0 if wanted == "logprobs" else (entropy * grad_entropy).sum())
+        leaves = [
+            hidden,
+            *(leaf for leaf in (given, given_bias) if isinstance(leaf, torch.Tensor) and leaf.requires_grad),
+        ]
+        results.append([t.double() for t in (logp, entropy, *torch.autograd.grad(loss, leaves))])
+    for found, expected in zip(*results, strict=True):
+        assert (found - expected).abs().max() <= 1e-5 * max(1.0, float(expected.abs().max()))
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_the_backward_of_log_probs_alone_forms_no_logits(monkeypatch):
+    hidden, head = random(4, 16).requires_grad_(), random(100, 16, seed=1)
+    logp, _ = logprobs_triton.token_logprobs(hidden, head, None, torch.arange(4), 1.0, None)
+
+    def no_product(*_, **__):
+        raise AssertionError("a product in the backward pass")
+
+    monkeypatch.setattr(logprobs_triton, "_product", no_product)
+    logp.sum().backward()
+    assert hidden.grad.abs().max() > 0
+
+
+def test_blocks_cover_everything_once():
+    for tokens in (1, 63, 64, 2048, 2049, 5000):
+        parts = list(logprobs_triton._blocks(tokens, 2048))
+        assert [i for part in parts for i in range(part.start, part.stop)] == list(range(tokens))
+        assert max(part.stop - part.start for part in parts) <= 2048
+
+
+def test_the_interpreter_is_what_runs_here():
+    assert triton.knobs.runtime.interpret

@@ -1,0 +1,110 @@
+"""Compile Triton kernels for GPUs that are not here: calls on CPU tensors are caught at the launch and compiled instead.
+
+    python tests/kernels/triton_compile.py ARCH ...
+
+prints one line a kernel and architecture. Exit status 1 if one does not compile.
+"""
+
+import sys
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from qerl.kernels.activation import triton as activation
+from qerl.kernels.philox import triton as philox
+from qerl.kernels.rms_norm import KeyedNoise, TableNoise
+from qerl.kernels.rms_norm import triton as rms_norm
+from qerl.kernels.rope import HeadNorms
+from qerl.kernels.rope import triton as rope
+from qerl.kernels.token_logprobs import triton as token_logprobs
+
+TYPES = {
+    torch.bfloat16: "*bf16",
+    torch.float32: "*fp32",
+    torch.int64: "*i64",
+    torch.int32: "*i32",
+    torch.bool: "*i1",
+    torch.uint8: "*u8",
+}
+
+
+def signature_of(function: JITFunction, arguments: tuple, options: dict) -> tuple[dict, dict]:
+    """(name -> type, name -> value of what is known at compile time)."""
+    types, known = {}, {}
+    given = dict(zip([p.name for p in function.params], arguments, strict=False)) | options
+    for parameter in function.params:
+        value = given[parameter.name]
+        if parameter.is_constexpr or value is None:
+            types[parameter.name], known[parameter.name] = "constexpr", value
+        elif isinstance(value, torch.Tensor):
+            types[parameter.name] = TYPES[value.dtype]
+        else:
+            types[parameter.name] = "fp32" if isinstance(value, float) else "i32"
+    return types, known
+
+
+def catch(archs: list[int], failures: list[str]) -> None:
+    """Replace launches by compilation."""
+    done = set()
+
+    def run(self, *arguments, grid, warmup, **options):
+        types, known = signature_of(self, arguments, options)
+        names = {p.name for p in self.params}
+        flags = {name: value for name, value in options.items() if name not in names}
+        for arch in archs:
+            key = (self.__name__, arch, str(types), str(known), str(flags))
+            if key in done:
+                continue
+            done.add(key)
+            try:
+                source = ASTSource(self, types, known, {})
+                binary = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=flags)
+            except Exception as error:  # noqa: BLE001 - any failure to compile is the finding
+                failures.append(f"{self.__module__}.{self.__name__} for sm_{arch}: {str(error)[-1500:]}")
+                continue
+            name = f"{self.__module__.removeprefix('qerl.kernels.')}.{self.__name__}"
+            print(f"sm_{arch} {name}: {binary.metadata.shared} bytes of shared memory")
+
+    JITFunction.run = run
+
+
+def calls() -> None:
+    """Every kernel, in its larger forms."""
+    tokens, width = 4, 3584
+    x, weight = torch.randn(tokens, width).bfloat16(), torch.ones(width)
+    key = torch.zeros(2, dtype=torch.int64)
+    rows, noisy = torch.arange(tokens), torch.ones(tokens, dtype=torch.bool)
+    keyed = {"key_2": key, "width": width, "c1": 3, "c2_R": rows, "c3_1": rows[:1]}
+    forms = (
+        None,
+        TableNoise(z_RD=torch.zeros(2, width), rows_T=rows // 2, noisy_T=noisy),
+        KeyedNoise(**keyed, spread=weight, c1_R=rows, noisy_T=noisy),
+    )
+    for noise in forms:
+        _, _, inverse = rms_norm.add_forward(x, x, weight, 1e-6, noise)
+        rms_norm.backward(x, x, weight, inverse, noise, x, needs_weight=noise is not None)
+    philox.normal_rows((1, 2), width, rows, 3, 4)
+    philox.uniform_at((1, 2), (rows, rows, rows, rows))
+    activation.backward(activation.forward(x), x)
+    cos = torch.zeros(tokens, 128)
+    qkv = torch.randn(tokens, 6 * 128).bfloat16()
+    norms = HeadNorms(q_weight_d=weight[:128], k_weight_d=weight[:128], eps=1e-6, q_noise=weight[:128])
+    leaf = qkv.clone().requires_grad_()
+    outputs = rope.rope(leaf, rows, cos, cos, 4, 1, norms)
+    torch.autograd.backward(outputs, [torch.zeros_like(output) for output in outputs])
+    cache = torch.zeros(8, 1, 128).bfloat16()
+    rope.rope_append(qkv, None, cos, cos, 4, 1, None, cache, cache.clone(), rows)
+    head, hidden = torch.randn(8000, 64).bfloat16(), torch.randn(tokens, 64).bfloat16().requires_grad_()
+    logp, entropy = token_logprobs.token_logprobs(hidden, head, None, rows, 1.0, None)
+    (logp.sum() + entropy.sum()).backward()
+
+
+if __name__ == "__main__":
+    failures: list[str] = []
+    catch([int(arch) for arch in sys.argv[1:]], failures)
+    calls()
+    print(*failures, sep="\n\n")
+    sys.exit(bool(failures))
