@@ -18,7 +18,6 @@ from torch.autograd.function import once_differentiable
 
 from qerl.kernels.attention import reference
 
-
 __all__ = ["packed_attention"]
 
 
