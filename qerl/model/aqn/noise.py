@@ -63,6 +63,7 @@ class Noise:
         self.state = state
         self.spreads = dict(spreads)
         self._spread_tensors: dict[Place, Tensor] = {}
+        self._words: dict[torch.device, tuple[Tensor, Tensor]] = {}
         self.widths = {place: weight_D.numel() for place, weight_D in weights.items()}
         self.values: dict[Place, Tensor] = {}
         """Place -> z, float32 [D], in scope ``rollout``; empty in the others."""
@@ -109,12 +110,15 @@ class Noise:
         state, device = self.state, positions_T.device
         token = state.scope == "token"
         keys = samples.of_tokens(samples.keys_S) if token else samples.keys_S
-        key = philox.stream_key(state.seed, state.stream)
+        if device not in self._words:
+            key = philox.stream_key(state.seed, state.stream)
+            self._words[device] = torch.tensor(key, device=device), torch.tensor([state.rollout], device=device)
+        key_2, rollout_1 = self._words[device]
         return Counter(
-            key_2=torch.tensor(key, device=device),
+            key_2=key_2,
             c1_R=positions_T << POSITION_SHIFT if token else None,
             c2_R=keys // state.group_size if state.scope == "group" else keys,
-            c3_1=torch.tensor([state.rollout], device=device),
+            c3_1=rollout_1,
         )
 
     def spread_tensor(self, place: Place, device: torch.device) -> Tensor:
