@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,7 +19,8 @@ import typer
 from rich.markup import escape
 from typer.core import TyperGroup
 
-from qerl.errors import ConfigError, QerlError
+from qerl.errors import ConfigError, QerlError, RunStopped
+from qerl.metrics.files import check_writable
 from qerl.metrics.terminal import print_facts, progress_bar, stderr, warn
 from qerl.verbs.evaluation import evaluate
 from qerl.verbs.experiments import MATRIX_EXAMPLES, RESULTS_EXAMPLES, matrix, results
@@ -39,7 +41,7 @@ from qerl.verbs.watching import watch
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells have it."""
 GO_ON = {
-    "train": "; the same command with --resume goes on from the newest checkpoint",
+    "train": " before the first step; nothing was changed",
     "quantize": "; the same command goes on after the last whole layer",
 }
 
@@ -55,11 +57,12 @@ EXAMPLES = {
     ),
     "rollout": ("runs/demo --data arithmetic:test --n 8 --limit 64 --out samples",),
     "quantize": ("demo --out demo-nvfp4", "Qwen2.5-3B-Instruct --method best --calibration text.jsonl --out 3B-NVFP4"),
-    "report": ("runs/demo", "runs/demo --target 0.8", "configs/demo.yaml --out demo.html", "runs/nvfp4 runs/bf16"),
     "watch": ("runs/demo", "runs/demo --plain", "runs/demo --once"),
     "export": ("runs/demo --out served/adapter", "runs/demo --merge --weights trained --out served/model"),
     "plan": ("configs/demo.yaml", "configs/bigmath_32b_nvfp4_aqn.yaml --gpu 48GB train.token_budget=9216"),
+    "report": ("runs/demo --target 0.8", "configs/demo.yaml run.name=low-lr --out demo.html", "runs/nvfp4 runs/bf16"),
     "validate": ("configs/demo.yaml", "configs/demo.yaml data.train=gsm8k"),
+    "env": ("", "configs/demo.yaml model.device=cpu"),
     "rescore": ("runs/demo --step 3", "runs/demo --rollout 2 --rows 0-7,12"),
     "matrix": MATRIX_EXAMPLES,
     "results": RESULTS_EXAMPLES,
@@ -80,6 +83,9 @@ class _Commands(TyperGroup):
         except QerlError as error:
             stderr().print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
             raise typer.Exit(error.exit_code) from None
+        except RunStopped as stop:
+            stderr().print(f"[yellow]{escape(str(stop))}[/]", highlight=False, soft_wrap=True)
+            raise typer.Exit(stop.exit_code) from None
         except KeyboardInterrupt:
             stderr().print(f"[yellow]interrupted{GO_ON.get(ctx.invoked_subcommand, '')}[/]", soft_wrap=True)
             raise typer.Exit(INTERRUPTED) from None
@@ -132,7 +138,7 @@ def rollout(
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder to write; must not hold a run.")],
     settings: Settings = None,
     data: Data = None,
-    n: Annotated[int, typer.Option("--n", min=1, help="Answers per prompt.")] = 8,
+    n: Annotated[int | None, typer.Option("--n", min=1, help="Answers per prompt; default rollout.group_size.")] = None,
     checkpoint: Checkpoint = None,
     adapter: Adapter = None,
     base: Base = False,
@@ -216,16 +222,14 @@ def quantize(
 @app.command(epilog=_examples("report"))
 def report(
     run: Annotated[
-        str, typer.Argument(metavar="RUN", help="Run folder (finished or not), or the CONFIG.yaml of the run.")
-    ],
-    settings: Annotated[
-        list[str] | None,
+        list[str],
         typer.Argument(
-            metavar="[BASELINE]", help="Another run folder: state the speed-up over it. CONFIG: key=value …"
+            metavar="RUN [BASELINE] | [CONFIG.yaml] [key=value …]",
+            help="Run folder, finished or not, and another to state the speed-up over; or what the run was started with.",
         ),
-    ] = None,
+    ],
     out: Annotated[
-        Path | None, typer.Option(metavar="FILE.html", help="Where to write; default RUN/report.html.")
+        Path | None, typer.Option(metavar="FILE.html", help="Where to write; default report.html in the run folder.")
     ] = None,
     target: Annotated[
         float | None,
@@ -233,21 +237,15 @@ def report(
     ] = None,
 ) -> None:
     """Write one self-contained HTML page about a run; with a second run, state the speed-up over it."""
-    folder, comparison = Path(run), None
-    if run.endswith((".yaml", ".yml")):
-        from qerl.config.load import load_config
-
-        config = load_config(run, settings or [])
-        folder = Path(config.run.dir) / config.run.name
-    elif settings:
-        if len(settings) > 1 or "=" in settings[0]:
-            raise ConfigError(
-                "a run folder takes no settings", got=" ".join(settings), expected="nothing, or one run to compare with"
-            )
+    if out is not None:
+        check_writable(out)
+    folder, baseline = _run_folders(run)
+    comparison = None
+    if baseline is not None:
         from qerl.report.collect import read_run
         from qerl.report.speedup import compare_speed, comparison_rows
 
-        comparison = compare_speed(read_run(folder, samples=False), read_run(settings[0], samples=False))
+        comparison = compare_speed(read_run(folder, samples=False), read_run(baseline, samples=False))
         print_facts(dict(comparison_rows(comparison)))
     from qerl.report.html import write_report
 
@@ -313,12 +311,23 @@ app.command("matrix", epilog=_examples("matrix"))(matrix)
 app.command("results", epilog=_examples("results"))(results)
 
 
-@app.command()
-def env(as_json: Annotated[bool, typer.Option("--json", help="As JSON, as in a run's env.json.")] = False) -> None:
-    """Print versions, machine and source commit, ready to paste into an issue."""
+@app.command(epilog=_examples("env"))
+def env(
+    settings: Settings = None,
+    as_json: Annotated[bool, typer.Option("--json", help="As JSON, as in a run's env.json.")] = False,
+) -> None:
+    """Print versions, machine and source commit, ready to paste into an issue.
+
+    With a configuration or settings, also what they would use here: model, device, kernels, data.
+    """
     from qerl.env_info import collect_env, env_text
 
     facts = collect_env()
+    if settings:
+        from qerl.config.load import load_config
+        from qerl.train.plan import would_use
+
+        facts["would_use"] = would_use(load_config(*split_settings(settings)))
     typer.echo(json.dumps(facts, indent=2) if as_json else env_text(facts))
 
 
@@ -327,3 +336,20 @@ def main() -> None:
     # Threads that wait by spinning stall one another for seconds when the machine has other work; torch reads this at import.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     app()
+
+
+def _run_folders(arguments: Sequence[str]) -> tuple[Path, Path | None]:
+    """The run folder that is named, or that a configuration and settings name; and one to compare it with."""
+    names = [item for item in arguments if "=" not in item]
+    if names and not names[0].endswith((".yaml", ".yml")):
+        if len(names) != len(arguments) or len(names) > 2:
+            raise ConfigError(
+                "a run folder takes no settings",
+                got=" ".join(arguments[1:]),
+                expected="nothing, or one run to compare with",
+            )
+        return Path(names[0]), Path(names[1]) if len(names) == 2 else None
+    from qerl.config.load import load_config
+
+    config = load_config(*split_settings(arguments))
+    return Path(config.run.dir) / config.run.name, None

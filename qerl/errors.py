@@ -73,12 +73,30 @@ class MemoryBudgetError(QerlError, RuntimeError):
     """The plan does not fit the memory it was given."""
 
 
+class OutputError(QerlError, RuntimeError):
+    """A file or folder cannot be written: a full disk, no permission, a path that is taken or too long."""
+
+
 class MissingDependencyError(QerlError, ImportError):
     """An optional package is needed for what was asked."""
 
 
 class TrainingError(QerlError, RuntimeError):
     """Training cannot go on: non-finite loss or gradient, or no usable sample."""
+
+
+class RunStopped(KeyboardInterrupt):
+    """A signal ended a run before its last step. Not a mistake, so not a ``QerlError``: an interrupt that says how to go on.
+
+    Args:
+        message: what was kept, and what the user can do next.
+        signal_number: SIGINT or SIGTERM.
+    """
+
+    def __init__(self, message: str, signal_number: int):
+        super().__init__(message)
+        self.exit_code = 128 + signal_number
+        """As shells have it: 130 after SIGINT (Ctrl-C), 143 after SIGTERM."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:

@@ -2,8 +2,8 @@
 
     python scripts/make_demo_model.py --out qerl/assets/demo_model
 
-The model has the Qwen2 architecture (grouped-query attention, QKV bias, tied embeddings) and a word-level tokenizer of
-its own. It learns from the ``train`` split of ``qerl.data.synthetic`` only, in chat form, and the loss covers the answers
+The model has the Qwen2 architecture (grouped-query attention, QKV bias, tied embeddings) and a byte-level BPE tokenizer
+of its own. It learns from the ``train`` split of ``qerl.data.synthetic`` only, in chat form, and the loss covers the answers
 alone. Of the answers, ``--direct-share`` give the bare result (``The answer is 47.``), which a model of this size mostly
 gets wrong, and the others write the steps first, which it mostly gets right. So the finished model knows both ways
 but prefers the poor one, and reinforcement learning has something to find: mainly, it selects the worked way.

@@ -4,31 +4,22 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
+from cli_calls import SMALL, ok, qerl, refused
 
-from qerl.cli import app
 from qerl.data.synthetic import arithmetic_problems
+from qerl.errors import RunStopped
 from qerl.metrics.behavior import read_behavior
 from qerl.metrics.run_dir import RunDir
 from qerl.model.checkpoint import resolve_model_path
 
 VERBS = ("train", "eval", "rollout", "quantize", "report", "watch", "export", "validate", "rescore", "env")
 ROOT = Path(__file__).resolve().parents[1]
-SMALL = (
-    "model.path=demo",
-    "model.dtype=float32",
-    "rollout.max_prompt_tokens=96",
-    "rollout.max_new_tokens=48",
-    "data.train=arithmetic",
-    "data.eval=arithmetic",
-    "data.eval_limit=8",
-    "log.progress=off",
-)
 TINY_RUN = (
     *SMALL,
     "rollout.prompts_per_step=2",
@@ -38,24 +29,6 @@ TINY_RUN = (
     "train.save_every=1",
     "run.name=tiny",
 )
-
-
-def qerl(*arguments: str | Path):
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
-
-
-def ok(*arguments: str | Path) -> str:
-    result = qerl(*arguments)
-    assert result.exit_code == 0, result.output + repr(result.exception)
-    return result.output
-
-
-def refused(*arguments: str | Path) -> str:
-    result = qerl(*arguments)
-    assert result.exit_code == 2, result.output + repr(result.exception)
-    assert result.stdout == ""
-    assert "Traceback" not in result.stderr
-    return " ".join(result.stderr.split())
 
 
 @pytest.fixture(scope="module")
@@ -288,11 +261,19 @@ def test_train_hands_over_configuration_and_resume(monkeypatch):
     assert seen["resume"] is True
 
 
-def test_ctrl_c_says_how_to_go_on(monkeypatch):
-    def interrupted(config, *, resume):
-        raise KeyboardInterrupt
+@pytest.mark.parametrize(
+    ("raised", "code", "text"),
+    [
+        (KeyboardInterrupt(), 130, "interrupted before the first step; nothing was changed"),
+        (RunStopped("stopped; --resume goes on", signal.SIGINT), 130, "stopped; --resume goes on"),
+        (RunStopped("stopped; --resume goes on", signal.SIGTERM), 143, "stopped; --resume goes on"),
+    ],
+)
+def test_a_stop_has_an_exit_code_of_its_own_and_says_how_to_go_on(monkeypatch, raised, code, text):
+    def stopped(config, *, resume):
+        raise raised
 
-    monkeypatch.setattr("qerl.train.run.train", interrupted)
+    monkeypatch.setattr("qerl.train.run.train", stopped)
     result = qerl("train", ROOT / "configs" / "demo.yaml")
-    assert result.exit_code == 130
-    assert "--resume" in result.stderr
+    assert result.exit_code == code
+    assert text in result.stderr

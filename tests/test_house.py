@@ -58,7 +58,8 @@ TORCH_FREE = (
 )
 
 MODULES = sorted(PACKAGE.rglob("*.py"))
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *PACKAGE.rglob("*.md")])
+PAGES = sorted(path for where in (ROOT, ROOT / "docs", ROOT / "configs") for path in where.glob("*.md"))
+PAGES += sorted(PACKAGE.rglob("*.md"))
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
 CODE = re.compile(r"`([^`\n]+)`")
 MAP_HEADING = "## Where is …?"
@@ -202,7 +203,11 @@ def test_the_readme_opens_with_the_two_commands_and_ci_runs_the_second():
 def test_no_file_holds_a_path_of_someones_machine():
     pattern = re.compile(r"/(?:home|Users|root|work|tmp)/\w|\.\./[s]hared")
     folders = ("qerl", "tests", "scripts", "benchmarks", "configs", "docs", ".ci")
-    files = [*ROOT.glob("*.*"), ROOT / "Makefile", *(path for folder in folders for path in (ROOT / folder).rglob("*"))]
+    files = [
+        *(path for path in ROOT.glob("*.*") if path.name != ".git"),
+        ROOT / "Makefile",
+        *(path for folder in folders for path in (ROOT / folder).rglob("*")),
+    ]
     for path in files:
         if path.is_file() and path.suffix in {"", ".py", ".md", ".yaml", ".toml", ".txt", ".json", ".jinja"}:
             found = pattern.search(path.read_text(encoding="utf-8"))

@@ -149,6 +149,8 @@ class RewardConfig(Section):
     """Regular expression that `format` looks for anywhere in the answer (dot matches newline)."""
     timeout_seconds: Annotated[float, Field(gt=0)] = 10.0
     """Longest time of one call of a reward function (the whole batch first, single answers if that fails) and of one symbolic comparison."""
+    max_unscored_steps: NonNegative = 3
+    """End the run with an error after so many steps in a row in which no answer could be scored; 0 goes on for ever."""
     overlong: OverlongConfig = OverlongConfig()
     """Soft overlong punishment."""
 
@@ -263,7 +265,18 @@ class RunConfig(Section):
     dir: str = "runs"
     """Folder that holds run folders."""
     name: str = "run"
-    """Name of this run's folder. A folder that already holds a run is refused unless --resume is given."""
+    """Name of this run's folder: one folder, no path. A folder that already holds a run is refused unless --resume is given."""
+
+    @model_validator(mode="after")
+    def _check(self) -> RunConfig:
+        bad = any(not sign.isprintable() or sign in "/\\" for sign in self.name)
+        if bad or self.name != self.name.strip() or self.name in ("", ".", ".."):
+            raise ValueError(
+                f"run.name={self.name!r} is no name of a folder: use printable signs without / and \\, and run.dir for the path"
+            )
+        if not self.dir.strip() or "\0" in self.dir:
+            raise ValueError(f"run.dir={self.dir!r} names no folder: use . for the current one")
+        return self
 
 
 class Config(Section):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from qerl.config.schema import DataConfig
-from qerl.errors import ConfigError, DataError, nearest
+from qerl.errors import CheckpointError, ConfigError, DataError, nearest
 from qerl.kernels.philox import permutation
 from qerl.model.tokenizer import Tokenizer
 from qerl.records import Prompt
@@ -37,6 +37,7 @@ def build_prompts(
     Raises:
         DataError: a row lacks a field or holds one that cannot be used (named by file and line), or every prompt is
             too long.
+        CheckpointError: the chat template hides the question: different questions give the same tokens.
         ConfigError: the template has no place for the question.
     """
     if PLACEHOLDER not in data.prompt_template:
@@ -47,12 +48,20 @@ def build_prompts(
         )
     prompts: list[Prompt] = []
     longest = 0
+    seen = _Distinct()
     for index, row in enumerate(rows):
         place = getattr(row, "place", f"row {index + 1}")
         prompt = _build(row, place, tokenizer, data)
+        seen.add(prompt.token_ids, row[data.question_key], place)
         longest = max(longest, len(prompt.token_ids))
         if len(prompt.token_ids) <= max_prompt_tokens:
             prompts.append(prompt)
+    if seen.questions == 1:
+        # Nothing to compare with: the same row is rendered with a question that is longer by a word.
+        longer = _build(
+            {**rows[0], data.question_key: _one_more_word(rows[0][data.question_key])}, place, tokenizer, data
+        )
+        seen.add(longer.token_ids, longer.question, "the same with a word more")
     dropped = DroppedCount(kept=len(prompts), too_long=len(rows) - len(prompts), longest=longest)
     if not prompts:
         raise DataError(
@@ -61,6 +70,40 @@ def build_prompts(
             remedy="Raise rollout.max_prompt_tokens, or use data with shorter questions",
         )
     return prompts, dropped
+
+
+class _Distinct:
+    """Which question gave which tokens, to find a chat template that leaves the question out."""
+
+    def __init__(self) -> None:
+        self._by_tokens: dict[tuple[int, ...], tuple[str, str]] = {}
+        self._folded: set[str] = set()
+
+    @property
+    def questions(self) -> int:
+        """Different questions so far; spaces and capitals do not count, for a template may trim them."""
+        return len(self._folded)
+
+    def add(self, token_ids: tuple[int, ...], question: Any, place: str) -> None:
+        text = question if isinstance(question, str) else " ".join(message["content"] for message in question)
+        folded = " ".join(text.split()).casefold()
+        self._folded.add(folded)
+        other, first = self._by_tokens.setdefault(token_ids, (folded, place))
+        if other != folded:
+            raise CheckpointError(
+                "the chat template hides the question: different questions give the same prompt",
+                got=f"equal tokens for {first} and {place}",
+                expected="a template that shows the user's message",
+                remedy="Mend the chat_template of the model folder, or take the checkpoint's own",
+            )
+
+
+def fingerprint(prompts: Sequence[Prompt]) -> str:
+    """16 hex digits of the SHA-256 of all ids, tokens and answers, in order: what a model is asked, and what is right."""
+    digest = hashlib.sha256()
+    for prompt in prompts:
+        digest.update(f"{prompt.id!r} {prompt.token_ids} {prompt.answer!r}\n".encode())
+    return digest.hexdigest()[:16]
 
 
 class PromptSampler:
@@ -104,7 +147,7 @@ class PromptSampler:
             "position": self.position,
             "seed": self.seed,
             "count": len(self.prompts),
-            "ids": self._fingerprint(),
+            "prompts": fingerprint(self.prompts),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -114,25 +157,23 @@ class PromptSampler:
             DataError: the prompts or the seed are not the same, so that the order would be another one.
         """
         expected = self.state_dict()
-        for key, what in (("seed", "train.seed"), ("count", "the number of prompts"), ("ids", "the prompts' ids")):
+        for key, what in (
+            ("seed", "train.seed"),
+            ("count", "the number of prompts"),
+            ("prompts", "the prompts (ids, tokens or answers)"),
+        ):
             if state[key] != expected[key]:
                 raise DataError(
                     f"the data order cannot be resumed: {what} changed",
                     got=expected[key],
                     expected=f"{state[key]}, as in the checkpoint",
-                    remedy="Resume with the same data and settings, or start a new run",
+                    remedy="Resume with the same data, tokenizer, chat template and settings, or start a new run",
                 )
         self.epoch, self.position = state["epoch"], state["position"]
         self._order = self._permutation(self.epoch)
 
     def _permutation(self, epoch: int) -> list[int]:
         return permutation(self.seed, ORDER_STREAM, len(self.prompts), c1=epoch).tolist()
-
-    def _fingerprint(self) -> str:
-        digest = hashlib.sha256()
-        for prompt in self.prompts:
-            digest.update(prompt.id.encode() + b"\0")
-        return digest.hexdigest()[:16]
 
 
 def _build(row: Mapping[str, Any], place: str, tokenizer: Tokenizer, data: DataConfig) -> Prompt:
@@ -144,6 +185,8 @@ def _build(row: Mapping[str, Any], place: str, tokenizer: Tokenizer, data: DataC
             got=f"{answer!r:.80}",
             expected="the final answer as a string",
         )
+    if not str(answer).strip():
+        raise DataError(f"{place}: the answer in field {data.answer_key!r} is empty", expected="the final answer")
     text = tokenizer.render(messages, add_generation_prompt=True)
     return Prompt(
         # Without its folder, so that moving the data does not rename the prompts.
@@ -154,6 +197,12 @@ def _build(row: Mapping[str, Any], place: str, tokenizer: Tokenizer, data: DataC
         token_ids=tuple(tokenizer.encode(text)),
         row=dict(row),
     )
+
+
+def _one_more_word(question: Any) -> Any:
+    if isinstance(question, str):
+        return f"{question} Why?"
+    return [*question[:-1], {**question[-1], "content": f"{question[-1]['content']} Why?"}]
 
 
 def _field(row: Mapping[str, Any], key: str, setting: str, place: str) -> Any:

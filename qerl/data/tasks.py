@@ -116,8 +116,24 @@ def read_file(path: Path) -> list[dict[str, Any]]:
 
 
 def _read_line(line: bytes, place: str) -> Row:
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        fields = dict(pairs)
+        if len(fields) < len(pairs):
+            names = [name for name, _ in pairs]
+            twice = next(name for name in names if names.count(name) > 1)
+            raise DataError(f"{place}: the key {twice!r} is there twice", remedy="Leave one of them")
+        return fields
+
     try:
-        value = json.loads(line.decode("utf-8-sig"))
+        value = json.loads(line.decode("utf-8-sig"), object_pairs_hook=once)
+        if b"\\u" in line:
+            json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{place}: the line holds half a character",
+            got=ascii(error.object[error.start]),
+            expected="whole surrogate pairs",
+        ) from error
     except UnicodeDecodeError as error:
         raise DataError(f"{place}: the line is not UTF-8 text", got=str(error)) from error
     except json.JSONDecodeError as error:

@@ -6,6 +6,8 @@ warnings.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -78,8 +80,25 @@ class TimeLeft:
         return max(between, 0) + (1 if self._after and step < self._total else 0)
 
 
+class LastingConsole(Console):
+    """A console that goes quiet when nobody reads it any more; rich's own ends the process, and with it the run."""
+
+    def on_broken_pipe(self) -> None:
+        _go_quiet(self)
+
+
+def _go_quiet(console: Console) -> None:
+    """Prints nothing from here on; what is still buffered goes nowhere, so that the end of the process does not fail either."""
+    console.quiet = True
+    with contextlib.suppress(OSError, ValueError):
+        number = console.file.fileno()
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, number)
+        os.close(nowhere)
+
+
 class Progress:
-    """Shows a run as it goes.
+    """Shows a run as it goes. A display that fails (a closed pipe, say) ends; the run does not.
 
     Args:
         total_steps: steps of the whole run.
@@ -102,7 +121,7 @@ class Progress:
         clock: Callable[[], float] = time.monotonic,
         since: float | None = None,
     ):
-        self._console = console or Console(highlight=False)
+        self._console = console or LastingConsole(highlight=False)
         if mode == "auto":
             mode = "live" if self._console.is_terminal and not self._console.is_dumb_terminal else "plain"
         self.mode = mode
@@ -166,6 +185,13 @@ class Progress:
         self._warned.add(text)
         self._print(Text.assemble(("warning: ", "bold yellow"), text))
 
+    def say(self, text: str) -> None:
+        """Says something at once, whatever the mode; safe in a signal handler, which may interrupt a line being printed."""
+        self._status = text
+        if self._live is None:
+            with contextlib.suppress(OSError):
+                os.write(2, f"{text}\n".encode())
+
     def finish(self, summary: Mapping[str, Any] | None = None) -> None:
         """Closes the display and prints closing lines (name -> value)."""
         self._status = ""
@@ -189,7 +215,11 @@ class Progress:
 
     def _print(self, content: RenderableType) -> None:
         # A pipe has no width: lines stay whole there, and wrap at words on a terminal.
-        self._console.print(content, soft_wrap=not self._console.is_terminal)
+        try:
+            self._console.print(content, soft_wrap=not self._console.is_terminal)
+        except (OSError, ValueError):
+            # A full disk behind a redirection, or a stream that was closed.
+            _go_quiet(self._console)
 
     def _print_values(self, values: Mapping[str, Any]) -> None:
         """Prints names and values in two columns, between empty lines."""

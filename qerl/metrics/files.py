@@ -2,47 +2,126 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import numbers
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+
+from qerl.errors import OutputError
+
 _TEMPORARY = ".tmp-"
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """A temporary name to write to; it becomes ``path`` when the block ends well and vanishes when it does not."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}{_TEMPORARY}{os.getpid()}")
-    try:
-        yield temporary
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    """A temporary name to write to; it becomes ``path`` when the block ends well and vanishes when it does not.
+
+    Raises:
+        OutputError: the disk is full, or ``path`` cannot be written for another reason of the system's.
+    """
+    temporary = _temporary(path)
+    with output_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            yield temporary
+            with temporary.open("rb") as file:
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
 
 
 @contextmanager
 def whole_folder(path: Path) -> Iterator[Path]:
-    """A temporary folder to fill; it becomes ``path``, in place of an older one, when the block ends well."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}{_TEMPORARY}{os.getpid()}")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir()
-    try:
-        yield temporary
-        if path.exists():
-            shutil.rmtree(path)
-        temporary.rename(path)
-    finally:
+    """A temporary folder to fill; it becomes ``path``, in place of an older one, when the block ends well.
+
+    Raises:
+        OutputError: the disk is full, or ``path`` cannot be written for another reason of the system's.
+    """
+    temporary = _temporary(path)
+    with output_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir()
+        try:
+            yield temporary
+            if path.exists():
+                shutil.rmtree(path)
+            temporary.rename(path)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+
+@contextmanager
+def output_errors(path: Path) -> Iterator[None]:
+    """Turns what the system says against writing ``path`` into an error for the user.
+
+    Raises:
+        OutputError: the block raised an OSError, or safetensors its own form of one.
+    """
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise cannot_write(path, error) from error
+
+
+def cannot_write(path: Path, error: Exception) -> OutputError:
+    """The error for a path that cannot be written, with the system's reason."""
+    number = getattr(error, "errno", None)
+    # torch and safetensors report a full disk in forms of their own, which do not always say so.
+    full = number in _FULL or not isinstance(error, OSError)
+    return OutputError(
+        f"{path} cannot be written",
+        got=getattr(error, "strerror", None) or str(error),
+        remedy="Free space on the disk; nothing half-written is left under its final name"
+        if full
+        else "Choose a place that can be written",
+    )
+
+
+def check_writable(path: str | Path, *, folder: bool = False) -> None:
+    """Checks before any work that ``path`` can be written later; leaves nothing behind.
+
+    Args:
+        path: the file, or with ``folder`` the folder that files will go into; folders above it may be missing.
+        folder: whether ``path`` is a folder.
+
+    Raises:
+        OutputError: something else stands at the path or above it, a name is too long, or the system refuses.
+    """
+    path = Path(path)
+    with output_errors(path):
+        if path.is_dir() != folder and os.path.lexists(path):
+            what, wanted = ("a file", "a folder") if folder else ("a folder", "a file")
+            raise OutputError(f"{path} is {what}", expected=f"the name of {wanted}", remedy="Choose another name")
+        if not folder and not path.name:
+            raise OutputError("the name of the output file is empty", got=str(path), expected="the name of a file")
+        # The longest name that will be made is the temporary one.
+        missing = [path if folder else _temporary(path)]
+        while not os.path.lexists(missing[-1]):
+            missing.append(missing[-1].parent)
+        ancestor = missing.pop()
+        if not ancestor.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, f"{ancestor} is not a folder")
+        longest = os.pathconf(ancestor, "PC_NAME_MAX")
+        if any(len(os.fsencode(part.name)) > longest for part in missing):
+            raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
+        with tempfile.TemporaryFile(dir=ancestor):
+            pass
+
+
+def _temporary(path: Path) -> Path:
+    return path.with_name(f".{path.name}{_TEMPORARY}{os.getpid()}") if path.name else path
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -36,7 +36,7 @@ from typing import Any, BinaryIO
 
 from qerl.errors import RunFolderError, nearest
 from qerl.metrics.behavior import write_behavior
-from qerl.metrics.files import is_temporary, to_json, whole_file, write_json
+from qerl.metrics.files import is_temporary, output_errors, to_json, whole_file, write_json
 
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 _EVALUATION = re.compile(r"step-(\d+)\.jsonl")
@@ -76,8 +76,11 @@ class RunDir:
         run.path.mkdir(parents=True, exist_ok=True)
         return run
 
-    def refuse_a_run(self) -> None:
+    def refuse_a_run(self, *, remedy: str | None = None) -> None:
         """Checks that a new run may be made here; writes nothing.
+
+        Args:
+            remedy: what to do about a folder that holds one; None says what helps when training.
 
         Raises:
             RunFolderError: the folder already holds a run, or the path is a file.
@@ -94,8 +97,15 @@ class RunDir:
                 "the run folder already holds a run",
                 got=self.path,
                 expected="a folder without one",
-                remedy="Continue it with --resume, choose another run.name, or delete the folder",
+                remedy=remedy or self._remedy(),
             )
+
+    def _remedy(self) -> str:
+        """What a user who wants to train can do about a run that is here already."""
+        others = "choose another run.name, or delete the folder"
+        if not self.summary_path.exists() or (self.read_json(self.summary_path) or {}).get("status") != "finished":
+            return f"Continue it with --resume, {others}"
+        return f"The run is finished: make it longer with --resume and a larger train.steps, {others}"
 
     @classmethod
     def open(cls, path: str | Path) -> RunDir:
@@ -159,10 +169,11 @@ class RunDir:
     def append_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Appends the line of one step and hands it to the operating system before returning."""
         line = json.dumps(to_json({"step": step} | {k: v for k, v in metrics.items() if k != "step"}), allow_nan=False)
-        self._drop_half_line()
-        with self.metrics_path.open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
-            file.flush()
+        with output_errors(self.metrics_path):
+            self._drop_half_line()
+            with self.metrics_path.open("a", encoding="utf-8") as file:
+                file.write(line + "\n")
+                file.flush()
 
     def _drop_half_line(self) -> None:
         """Cuts what a crash left after the last line end, so that the next line stands alone."""

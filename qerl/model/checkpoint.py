@@ -83,7 +83,7 @@ def load_model(
     folder, device = Path(path), torch.device(device)
     spec = ModelSpec.from_folder(folder)
     if lora is not None:
-        _check_targets(spec, lora)
+        check_targets(spec, lora)
     source = TensorFolder(folder)
     formats = group_formats(spec, quant, _packed_parts(source))
     packed = sorted({name for name in formats.values() if name != "bf16"})
@@ -273,7 +273,12 @@ class _Loader:
         )
 
 
-def _check_targets(spec: ModelSpec, lora: LoraConfig) -> None:
+def check_targets(spec: ModelSpec, lora: LoraConfig) -> None:
+    """Refuse adapters on projections that the model does not have.
+
+    Raises:
+        ConfigError: a target matches nothing, or there is none.
+    """
     known = [part for shape in spec.groups() for part in shape.parts]
     unknown = [target for target in lora.targets if target not in known]
     if unknown or not lora.targets:

@@ -168,7 +168,7 @@ class ModelSpec:
             mlp_bias=architecture == "llama" and bool(config.get("mlp_bias", False)),
             qk_norm=architecture == "qwen3",
             tie_embeddings=bool(config.get("tie_word_embeddings", False)),
-            eos_token_ids=token_ids(config.get("eos_token_id")),
+            eos_token_ids=token_ids(config.get("eos_token_id"), source),
             bos_token_id=config.get("bos_token_id"),
             packed_layout=packed_layout,
             notes=notes,
@@ -219,11 +219,23 @@ def read_json_object(folder: Path, name: str) -> dict[str, Any]:
     return value
 
 
-def token_ids(value: int | list[int] | None) -> tuple[int, ...]:
-    """An EOS entry of a config, which may be absent, one id or several."""
+def token_ids(value: Any, source: str = "config.json") -> tuple[int, ...]:
+    """An EOS entry of a config, which may be absent, one id or several.
+
+    Raises:
+        CheckpointError: it is something else.
+    """
     if value is None:
         return ()
-    return (value,) if isinstance(value, int) else tuple(value)
+    ids = value if isinstance(value, list | tuple) else (value,)
+    if any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in ids):
+        raise CheckpointError(
+            f"{source}: eos_token_id is unusable",
+            got=repr(value),
+            expected="a token id, or a list of them",
+            remedy="Copy the file as the model's authors published it.",
+        )
+    return tuple(ids)
 
 
 def _architecture(config: Mapping[str, Any], source: str) -> str:

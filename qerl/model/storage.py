@@ -75,6 +75,18 @@ def group_formats(spec: ModelSpec, quant: QuantConfig, packed: frozenset[str] = 
     return formats
 
 
+def check_formats(spec: ModelSpec, quant: QuantConfig) -> None:
+    """What :func:`group_formats` refuses, as far as it can be known without the weights of a quantized folder.
+
+    Raises:
+        ConfigError: see :func:`group_formats`.
+    """
+    asked = part_formats(spec, quant)
+    group_formats(
+        spec, quant, frozenset(name for name, chosen in asked.items() if chosen in (None, spec.stored_format))
+    )
+
+
 def _stored(name: str, asked: str | None, stored: str) -> str:
     """Format of a projection in a folder that is quantized already."""
     if asked not in (None, stored):

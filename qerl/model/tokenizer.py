@@ -121,8 +121,12 @@ def _eos_ids(folder: Path, config: Mapping[str, Any], inner: PreTrainedTokenizer
     generation: Mapping[str, Any] = {}
     if (folder / "generation_config.json").exists():
         generation = read_json_object(folder, "generation_config.json")
-    found = (generation.get("eos_token_id"), config.get("eos_token_id"), inner.eos_token_id)
-    return tuple(dict.fromkeys(i for value in found for i in token_ids(value)))
+    found = (
+        (generation.get("eos_token_id"), folder / "generation_config.json"),
+        (config.get("eos_token_id"), folder / "config.json"),
+        (inner.eos_token_id, folder / "tokenizer_config.json"),
+    )
+    return tuple(dict.fromkeys(i for value, source in found for i in token_ids(value, str(source))))
 
 
 def _vocabulary(inner: PreTrainedTokenizerBase) -> str:

@@ -10,6 +10,7 @@ import torch
 from qerl.config.schema import Config, QuantConfig
 from qerl.errors import ConfigError
 from qerl.quantize.driver import Progress, TextRequest, quantize_checkpoint
+from qerl.quantize.recipes import RECIPES, get_recipe
 from qerl.quantize.texts import split_fields
 
 ACTIVATIONS = ("memory", "disk")
@@ -53,6 +54,14 @@ def quantize_command(
     _refuse_settings_of_loading(quant)
     if activations not in ACTIVATIONS:
         raise ConfigError("--activations is unknown", got=activations, expected=" or ".join(ACTIVATIONS))
+    chosen = method or quant.method
+    if calibration is not None and not get_recipe(chosen, quant.format).calibrated:
+        raise ConfigError(
+            f"--calibration does nothing for the method {chosen}, which looks at weights alone",
+            got=f"--method {chosen} --calibration {calibration}",
+            expected=f"a method that is calibrated: {', '.join(name for name, recipe in RECIPES.items() if recipe.calibrated)}",
+            remedy="Leave --calibration out, or choose such a method",
+        )
     fields = split_fields(text_fields)
     texts = {
         "calibration": (calibration, calibration_count, calibration_length),
@@ -66,7 +75,7 @@ def quantize_command(
         model,
         out,
         format=quant.format,
-        method=method or quant.method,
+        method=chosen,
         rounding=quant.rounding,
         calibration=requests["calibration"],
         report=requests["report"],

@@ -98,6 +98,8 @@ class Difference:
     gained: int | None = None
     """Questions right only after; known when paired."""
     lost: int | None = None
+    count: int | None = None
+    """Questions compared; known when paired."""
 
     @property
     def direction(self) -> str:
@@ -197,6 +199,7 @@ def difference(run: RunData, before: Evaluation, after: Evaluation) -> Differenc
             paired=True,
             gained=paired.get("gained"),
             lost=paired.get("lost"),
+            count=paired.get("count"),
         )
     value = after.accuracy - before.accuracy
     if before.low is None or before.high is None or after.low is None or after.high is None:

@@ -28,6 +28,14 @@ SECTIONS = (
 """Sections of figures: id and heading."""
 
 
+DEMO = "demo"
+"""``model.path`` of the packaged model."""
+DEMO_NOTE = (
+    "The packaged model was pretrained to answer in two ways, with the bare result (mostly wrong) or with worked steps (mostly "
+    "right), and greedily gives the bare result: a gain here is a switch to the worked way, and hardly any new arithmetic."
+)
+
+
 def write_report(
     run_path: str | Path,
     out_path: str | Path | None = None,
@@ -181,6 +189,7 @@ def headline(run: RunData) -> dict[str, Any] | None:
         "confidence": f"{100 * last.confidence:g}%",
         "interval": "Wilson" if (run.setting("eval.samples") or 1) == 1 else "bootstrap",
         "rows": [(name, point, interval_drawing(point)) for name, point in rows],
+        "note": DEMO_NOTE if run.setting("model.path") == DEMO and after else None,
     }
 
 

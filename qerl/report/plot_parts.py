@@ -116,6 +116,12 @@ def add_line(
 def add_band(
     figure: go.Figure, steps: Sequence[float], low: Sequence[float], high: Sequence[float], name: str, color: str
 ) -> None:
+    if len(steps) == 1:
+        # A band has no width at a single step: it is drawn as a bar.
+        bar = {"width": 8, "color": f"var(--c-{color}-soft2)"}
+        ends = rounded([*low, *high])
+        figure.add_scatter(x=[steps[0]] * 2, y=ends, mode="lines", line=bar, hoverinfo="skip", name=name)
+        return
     edge = {"width": 0, "color": f"var(--c-{color})"}
     figure.add_scatter(x=list(steps), y=rounded(low), mode="lines", line=edge, hoverinfo="skip", showlegend=False)
     figure.add_scatter(
@@ -128,6 +134,13 @@ def add_band(
         hoverinfo="skip",
         name=name,
     )
+
+
+def mark_single_points(figure: go.Figure) -> None:
+    """Gives every line of a single point a marker: without one it cannot be seen."""
+    for trace in figure.data:
+        if trace.type == "scatter" and len(trace.x) == 1 and trace.mode == "lines" and trace.line.width != 0:
+            trace.update(mode="lines+markers", marker={"size": 8, "color": trace.line.color})
 
 
 def add_level(figure: go.Figure, level: float, text: str, color: str, *, above: bool = True) -> None:

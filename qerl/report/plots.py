@@ -6,7 +6,17 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from qerl.report.collect import RunData
-from qerl.report.plot_parts import SMOOTH_FROM, Panel, add_band, add_level, add_line, binned, new_figure, rounded
+from qerl.report.plot_parts import (
+    SMOOTH_FROM,
+    Panel,
+    add_band,
+    add_level,
+    add_line,
+    binned,
+    mark_single_points,
+    new_figure,
+    rounded,
+)
 from qerl.report.plots_diagnostics import (
     canary_panel,
     causes_panel,
@@ -40,8 +50,10 @@ MOST_AREA_POINTS = 400
 
 def panels(run: RunData) -> list[Panel]:
     """Every figure that the run has data for, in the order of the page."""
-    found = [build(run) for build in _BUILDERS]
-    return [panel for panel in found if panel is not None]
+    found = [panel for build in _BUILDERS if (panel := build(run)) is not None]
+    for panel in found:
+        mark_single_points(panel.figure)
+    return found
 
 
 def accuracy_panel(run: RunData) -> Panel | None:
@@ -263,10 +275,9 @@ def clip_panel(run: RunData) -> Panel | None:
         if steps:
             add_line(figure, steps, values, name, color, form=".3%")
             top = max(top, *values)
-    if not figure.data:
-        return None
     if top == 0.0:
-        figure.update_layout(yaxis={"range": [0, 0.01]})
+        # With one update a rollout nothing is clipped: an empty figure would say no more.
+        return None
     caption = "Tokens whose gradient the clip stops. Near zero with one update per rollout; more with several."
     return Panel(id="clip", section="health", title="Clipped tokens", caption=caption, figure=figure)
 

@@ -11,6 +11,7 @@ from qerl.records import Completion, Outcome, Score
 from qerl.reward.accuracy import AccuracyChecker, Judgement
 from qerl.reward.functions import IsolatedFunction, Value, format_function
 from qerl.reward.shaping import soft_overlong
+from qerl.reward.worker import LARGEST_REWARD
 
 BUILT_IN = ("accuracy", "format")
 OVERLONG = "overlong"
@@ -99,6 +100,9 @@ class Rewarder:
             parts[OVERLONG] = punishment
             reward = None if reward is None else reward + punishment
         notes = [value.note for value in values if value.note] or ([judgement.note] if judgement.note else [])
+        if reward is not None and not abs(reward) <= LARGEST_REWARD:
+            notes.append(f"the weighted sum of the rewards is {reward:g}; it is at most {LARGEST_REWARD:g} in size")
+            reward = None
         return Score(
             reward=reward,
             parts=parts,

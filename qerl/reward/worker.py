@@ -78,6 +78,10 @@ def load_function(spec: str) -> Callable[..., Any]:
     return function
 
 
+LARGEST_REWARD = 1e30
+"""Size from which a reward is a fault: its square, and sums of squares, must fit a float."""
+
+
 class ProtocolError(ValueError):
     """A reward function returned something other than one number or None for each answer."""
 
@@ -114,7 +118,13 @@ def _as_value(value: Any) -> float | str | None:
     if not isinstance(value, Real):
         return f"returned {value!r:.80} of type {type(value).__name__}; expected a number or None"
     number = float(value)
-    return number if math.isfinite(number) else f"returned {number}"
+    if not math.isfinite(number):
+        return f"returned {number}"
+    return (
+        number
+        if abs(number) <= LARGEST_REWARD
+        else f"returned {number:g}; a reward is at most {LARGEST_REWARD:g} in size"
+    )
 
 
 def describe(error: BaseException) -> str:

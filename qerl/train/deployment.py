@@ -28,8 +28,8 @@ from qerl.records import Prompt
 from qerl.reward.compose import Rewarder
 from qerl.rollout.engine import ProgressCallback
 from qerl.train.noise.director import NoiseDirector, load_sum, needs_calibration
+from qerl.train.prompts import SOURCES, load_prompts
 from qerl.train.resume import TrainState, read_state
-from qerl.train.run import load_prompts
 from qerl.train.session import Session, open_session
 from qerl.train.standalone import Target, resolve_target
 
@@ -156,9 +156,11 @@ def measure(
     config = targets[0][1].config
     names = tuple(suites) or ((config.data.eval,) if config.data.eval is not None else ())
     if not names:
-        raise ConfigError("there is no evaluation data", remedy="Add --data with a file, or a NAME under $QERL_DATA")
+        raise ConfigError("there is no evaluation data", expected=f"a suite, {SOURCES}", remedy="Add --data")
     if noise is not None:
         _check_noise(config, targets, noise)
+    for text in dict.fromkeys(note for _, target in targets for note in target.notes):
+        warn(text)
     models = _Models(adapted=any(target.adapter is not None for _, target in targets))
     prompts: dict[str, list[Prompt]] = {}
     measurements: list[Measurement] = []
@@ -244,7 +246,7 @@ def adapter_effect(session: Session, prompt: Prompt, policy: str) -> AdapterEffe
 
 
 def _prompts(config: Config, session: Session, source: str, warn: Callable[[str], None]) -> list[Prompt]:
-    prompts, _, notes = load_prompts(config, session, source, "test", config.data.eval_limit)
+    prompts, _, notes = load_prompts(config, session.tokenizer, source, "test", config.data.eval_limit)
     for text in notes:
         warn(text)
     return prompts
@@ -284,7 +286,7 @@ def _draws(
     total = load_sum(folder, noisy, session) if known else {}
     prompts: list[Prompt] = []
     if needs_calibration(config.aqn) and config.data.train is not None:
-        prompts = load_prompts(config, session, config.data.train, "train", None)[0]
+        prompts = load_prompts(config, session.tokenizer, config.data.train, "train", None)[0]
     director = NoiseDirector(noisy, session, prompts, state.noise, total)
     for index in range(request.draws):
         draw = director.deployment(step=state.step, completed=state.updates, draw=index, sigma=request.sigma)

@@ -11,7 +11,7 @@ from qerl import memory
 from qerl.config.schema import Config
 from qerl.memory import GB, PHASES, Budget
 from qerl.model.spec import ModelSpec
-from qerl.train.session import check_lengths, require_model_path, resolve_device
+from qerl.train.session import check_lengths, fit_lengths, require_model_path, resolve_device
 
 
 def settle_memory(config: Config) -> Config:
@@ -42,6 +42,7 @@ def plan(config: Config, *, gpu: str | None = None, width: int = 100) -> tuple[s
         CheckpointError: no ``config.json``, or a model that is not supported.
     """
     spec = ModelSpec.from_folder(require_model_path(config))
+    config, _ = fit_lengths(config, spec)
     check_lengths(config, spec)
     if gpu is None:
         device = resolve_device(config.model.device)

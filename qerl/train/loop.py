@@ -40,7 +40,7 @@ from qerl.train.resume import TrainState, prune_checkpoints, save_checkpoint, sa
 from qerl.train.session import Session
 from qerl.train.stop import Deadline, StopRequest
 from qerl.train.timing import StageTimer
-from qerl.train.warnings import config_warnings, step_warnings, trend_warnings
+from qerl.train.warnings import config_warnings, refuse_unscored, step_warnings, trend_warnings
 
 
 @dataclass(slots=True, kw_only=True)
@@ -67,6 +67,8 @@ class Trainer:
     began: float
     """Clock reading up to which ``state.wall_seconds`` counts."""
     peak_kv_bytes: int = 0
+    unscored_note: str | None = None
+    """Why the last unscorable answer could not be scored."""
 
     def fit(self, stop: StopRequest, stop_after: int | None = None, deadline: Deadline | None = None) -> bool:
         """Run to the end of the plan, to ``stop_after``, to a stop request or a deadline; whether the plan was finished."""
@@ -206,6 +208,7 @@ class Trainer:
         scores = self.rewarder.score(rollout.completions)
         for text in self.rewarder.take_warnings():
             self.warn(text)
+        self.unscored_note = next((score.note for score in scores if score.reward is None), self.unscored_note)
         size = rollout.group_size
         return [
             Group(
@@ -321,6 +324,7 @@ class Trainer:
                 self.warn(notice.text, key=notice.key)
         self.writer.write(state.step, metrics)
         self.progress.step(metrics | {"step": state.step})
+        refuse_unscored(self.config, self.history, self.unscored_note)
         if save:
             with self.timer.stage("save"):
                 self.save()

@@ -1,8 +1,10 @@
-"""What a run would do, from the configuration and the model's ``config.json`` alone: the text of ``--dry-run``."""
+"""What a run would do, from everything but the weights: the text of ``--dry-run``, and what ``qerl env`` adds."""
 
 from __future__ import annotations
 
 from io import StringIO
+from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -10,12 +12,19 @@ from rich.table import Table
 from qerl import memory
 from qerl.config.load import dump_config
 from qerl.config.schema import Config
+from qerl.kernels import dispatch
+from qerl.metrics.files import check_writable
 from qerl.model.aqn import stage_sigma
+from qerl.model.checkpoint import check_targets
 from qerl.model.spec import ModelSpec
+from qerl.model.storage import check_formats
+from qerl.model.tokenizer import Tokenizer, load_tokenizer
+from qerl.reward.compose import Rewarder
 from qerl.train.fit import memory_text
+from qerl.train.prompts import load_prompts
 from qerl.train.run import check_trainable, noise_line
-from qerl.train.session import check_lengths, require_model_path, resolve_device
-from qerl.train.warnings import config_warnings
+from qerl.train.session import check_lengths, fit_lengths, require_model_path, resolve_device
+from qerl.train.warnings import config_warnings, prompt_warnings, size_warnings
 
 GB = 1e9
 
@@ -24,27 +33,70 @@ def describe(config: Config, *, width: int = 100) -> str:
     """The resolved plan as text: settings, schedule, sizes and predicted memory. Reads no weights and writes nothing.
 
     Raises:
-        QerlError: whatever would stop the run before its first step, apart from the data.
+        QerlError: whatever would stop the run before its first step, apart from its weights and an older run in its folder.
     """
     check_trainable(config)
-    spec = ModelSpec.from_folder(require_model_path(config))
+    check_writable(Path(config.run.dir) / config.run.name, folder=True)
+    folder = require_model_path(config)
+    spec = ModelSpec.from_folder(folder)
+    config, notes = fit_lengths(config, spec)
     check_lengths(config, spec)
+    if config.train.mode == "lora":
+        check_targets(spec, config.lora)
+    check_formats(spec, config.quant)
     device = resolve_device(config.model.device)
     budget = memory.budget_of(config, device)
     config = memory.resolve(config, spec, budget, device_type=device.type)
+    Rewarder(config.reward, config.rollout.max_new_tokens).close()
+    data, found = _data(config, load_tokenizer(folder), spec)
     out = StringIO()
     console = Console(file=out, width=width, highlight=False)
     console.print(dump_config(config), markup=False, end="")
-    console.print(_work_table(config, spec))
+    console.print(_work_table(config, spec, data))
     if config.aqn.enabled:
         console.print(_noise_table(config))
     console.print(memory_text(config, spec, budget, device_type=device.type, width=width), markup=False, end="")
-    for text in config_warnings(config):
+    for text in [*notes, *found, *config_warnings(config)]:
         console.print(f"warning: {text}", markup=False)
     return out.getvalue()
 
 
-def _work_table(config: Config, spec: ModelSpec) -> Table:
+def would_use(config: Config) -> dict[str, Any]:
+    """What a configuration would use on this machine, JSON-ready; names as they were given, no paths of the machine.
+
+    Raises:
+        QerlError: no such model, or no such device.
+    """
+    facts: dict[str, Any] = {"model": None}
+    if config.model.path is not None:
+        spec = ModelSpec.from_folder(require_model_path(config))
+        facts["model"] = f"{config.model.path} ({spec.architecture}, {spec.num_layers} layers, {spec.hidden_size} wide)"
+    device = resolve_device(config.model.device)
+    return {
+        **facts,
+        "device": str(device),
+        "dtype": config.model.dtype,
+        "base": config.quant.storage(config.quant.format),
+        "kernels": " ".join(f"{op}={dispatch.resolve(op, device)}" for op in dispatch.OPERATIONS),
+        "train data": config.data.train,
+        "eval data": config.data.eval,
+        "backends": " ".join(config.log.backends),
+    }
+
+
+def _data(config: Config, tokenizer: Tokenizer, spec: ModelSpec) -> tuple[dict[str, str], list[str]]:
+    """Rows of the plan about the data, and warnings about it."""
+    prompts, dropped, found = load_prompts(config, tokenizer, config.data.train, "train", None, training=True)
+    rows = {"training prompts": f"{len(prompts):,} of {config.data.train}, {dropped} left out as too long"}
+    if config.data.eval is not None:
+        questions, _, notes = load_prompts(config, tokenizer, config.data.eval, "test", config.data.eval_limit)
+        rows["held-out questions"] = f"{len(questions):,} of {config.data.eval}"
+        found = [*found, *notes]
+    bare = prompt_warnings(prompts, config.data.prompt_template)
+    return rows, [*found, *bare, *size_warnings(config, spec, prompts=len(prompts))]
+
+
+def _work_table(config: Config, spec: ModelSpec, data: dict[str, str]) -> Table:
     rollout = config.rollout
     answers = rollout.prompts_per_step * rollout.group_size
     rounds = config.objective.dynamic_sampling_max_rounds if config.objective.dynamic_sampling else 1
@@ -54,6 +106,7 @@ def _work_table(config: Config, spec: ModelSpec) -> Table:
     kept = -(-config.train.steps // every) if isinstance(every, int) and every else 0
     table = Table(title="Plan", show_header=False)
     for name, value in (
+        *data.items(),
         (
             "answers a step",
             f"{rollout.prompts_per_step} prompts x {rollout.group_size} = {answers}"

@@ -73,6 +73,28 @@ class Rescored:
         return self.largest <= self.tolerance.largest and self.mean <= self.tolerance.mean
 
 
+class _Rollouts:
+    """Words of messages for whoever counts in rollouts, from 0."""
+
+    word = "rollout"
+    first = 0
+
+    def name(self, index: int) -> str:
+        return f"{self.word} {index + self.first}"
+
+    def names(self, indices: Sequence[int]) -> str:
+        """Up to a dozen of them."""
+        shown = ", ".join(str(index + self.first) for index in indices[:12])
+        return f"{self.word}s {shown}{' …' if len(indices) > 12 else ''}"
+
+
+class _Steps(_Rollouts):
+    """The same for steps, from 1: step s learned from rollout s - 1."""
+
+    word = "step"
+    first = 1
+
+
 def rescore(
     path: str | Path,
     settings: Sequence[str] = (),
@@ -98,9 +120,10 @@ def rescore(
     """
     run = RunDir.open(path)
     index = _chosen_rollout(run, step, rollout)
-    records = read_behavior(_record_path(run, index))
+    count = _Steps() if step is not None else _Rollouts()
+    records = read_behavior(_record_path(run, index, count))
     chosen = [records[i] for i in _parse_rows(rows, len(records))]
-    adapter = _kept_adapter(run, index, str(records[0]["adapter_hash"]))
+    adapter = _kept_adapter(run, index, str(records[0]["adapter_hash"]), count)
     config = load_config(run.config_path, settings)
     if config.train.mode == "full" and adapter is not None:
         # What was kept is the whole model; it does not stand on the one that training began with.
@@ -187,29 +210,29 @@ def _chosen_rollout(run: RunDir, step: int | None, rollout: int | None) -> int:
     return (kept or recorded)[-1]
 
 
-def _record_path(run: RunDir, index: int) -> Path:
+def _record_path(run: RunDir, index: int, count: _Rollouts) -> Path:
     path = run.rollout_path(index)
     if not path.exists():
-        found = [str(i) for i, _ in run.rollout_paths()]
+        found = [i for i, _ in run.rollout_paths()]
         raise RunFolderError(
-            "there is no record of this rollout",
+            f"there is no record of {count.name(index)}",
             got=path,
-            expected=f"a rollout of {', '.join(found[:12])}{' …' if len(found) > 12 else ''}" if found else None,
+            expected=f"one of the {count.names(found)}" if found else None,
         )
     return path
 
 
-def _kept_adapter(run: RunDir, index: int, recorded_hash: str) -> Path | None:
+def _kept_adapter(run: RunDir, index: int, recorded_hash: str, count: _Rollouts) -> Path | None:
     """Folder of the rollout's adapter (full mode: model); None when it was sampled without adapters."""
     if run.adapter_path(index).is_dir():
         return run.adapter_path(index)
     if recorded_hash == NO_ADAPTER:
         return None
-    kept = [str(i) for i, _ in run.rollout_paths() if run.adapter_path(i).is_dir()]
+    kept = [i for i, _ in run.rollout_paths() if run.adapter_path(i).is_dir()]
     raise RunFolderError(
-        f"the adapter (or model) that rollout {index} was sampled with was not kept, so it cannot be scored again",
+        f"the adapter (or model) that {count.name(index)} was sampled with was not kept, so it cannot be scored again",
         got=run.adapter_path(index),
-        expected=f"one of the rollouts {', '.join(kept[:12])}{' …' if len(kept) > 12 else ''}" if kept else None,
+        expected=f"one of the {count.names(kept)}" if kept else None,
         remedy="Train with train.save_adapter_every=1 to keep that of every rollout",
     )
 

@@ -9,7 +9,6 @@ written under a temporary name and renamed when it is whole.
 from __future__ import annotations
 
 import json
-import pickle
 import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from qerl.config.schema import Config
 from qerl.errors import CheckpointError, ConfigError
-from qerl.metrics.files import whole_folder
+from qerl.metrics.files import cannot_write, whole_folder
 from qerl.metrics.run_dir import RunDir
 from qerl.model.aqn import Place
 from qerl.model.checkpoint import load_adapter, load_weights, save_adapter, save_model
@@ -29,7 +28,7 @@ from qerl.model.decoder import Decoder
 from qerl.train.noise.director import save_sum
 from qerl.train.optimizer import MasterOptimizer
 
-STATE_VERSION = 1
+STATE_VERSION = 2
 MAY_DIFFER = (
     "log",
     "run",
@@ -75,6 +74,8 @@ class TrainState:
     base_hash: str = ""
     portable: list[int] = field(default_factory=list)
     """Steps after which the run went on from a portable checkpoint, and so not to the bit (``train.portable``)."""
+    eval_prompts: str = ""
+    """Fingerprint of the evaluation prompts; that of the training prompts is in ``sampler``."""
 
 
 def save_checkpoint(
@@ -87,10 +88,18 @@ def save_checkpoint(
     *,
     noise_sum: Mapping[Place, Tensor],
 ) -> None:
-    """Write ``folder`` whole or not at all."""
+    """Write ``folder`` whole or not at all.
+
+    Raises:
+        OutputError: the disk is full, or refuses for another reason.
+    """
     with whole_folder(folder) as temporary:
         save_policy(model, temporary, base_path=base_path, config=config)
-        torch.save(optimizer.state_dict(), temporary / "optimizer.pt")
+        try:
+            torch.save(optimizer.state_dict(), temporary / "optimizer.pt")
+        except RuntimeError as error:
+            # How torch reports a disk that is full.
+            raise cannot_write(folder, error) from error
         save_sum(temporary, noise_sum)
         payload = {"version": STATE_VERSION, **asdict(state)}
         (temporary / "trainer_state.json").write_text(json.dumps(payload, indent=1) + "\n")
@@ -126,10 +135,10 @@ def load_checkpoint(folder: Path, model: Decoder, optimizer: MasterOptimizer) ->
     try:
         saved = torch.load(path, map_location="cpu", weights_only=True)
         optimizer.load_state_dict(saved)
-    except (OSError, RuntimeError, ValueError, EOFError, KeyError, pickle.UnpicklingError) as error:
+    except Exception as error:  # noqa: BLE001 (a damaged pickle can end in nearly any exception)
         raise CheckpointError(
             "the optimizer state cannot be read",
-            got=f"{path}: {error}",
+            got=f"{path}: {str(error).strip() or type(error).__name__}",
             remedy="Resume from an older checkpoint by deleting this one",
         ) from None
     return state
@@ -159,7 +168,7 @@ def read_state(folder: Path) -> TrainState:
 
 
 def check_same_config(saved: Config, current: Config) -> None:
-    """Refuse to resume a run under other settings.
+    """Refuse to resume a run under other settings. ``train.steps`` may grow: the run becomes longer.
 
     Raises:
         ConfigError: a setting outside :data:`MAY_DIFFER` differs; all of them are named.
@@ -168,7 +177,9 @@ def check_same_config(saved: Config, current: Config) -> None:
     changed = [
         f"{key}: {before.get(key)} -> {after.get(key)}"
         for key in sorted(before.keys() | after.keys())
-        if before.get(key) != after.get(key) and not any(key == p or key.startswith(p + ".") for p in MAY_DIFFER)
+        if before.get(key) != after.get(key)
+        and not any(key == p or key.startswith(p + ".") for p in MAY_DIFFER)
+        and not (key == "train.steps" and after[key] > before[key])
     ]
     if changed:
         raise ConfigError(

@@ -3,42 +3,43 @@
 from __future__ import annotations
 
 import shutil
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from qerl import memory
 from qerl.config.aqn import AqnConfig
 from qerl.config.load import dump_config, load_config
 from qerl.config.schema import Config
-from qerl.data.prompts import PromptSampler, build_prompts
-from qerl.data.tasks import load_rows
+from qerl.data.prompts import PromptSampler, fingerprint
 from qerl.env_info import collect_env
-from qerl.errors import ConfigError, MissingDependencyError, QerlError, RunFolderError
-from qerl.eval.evaluate import compare
+from qerl.errors import ConfigError, DataError, MissingDependencyError, RunFolderError, RunStopped
 from qerl.kernels.fp4_linear import layout_gate
 from qerl.kernels.token_logprobs import head_gate
 from qerl.metrics.console import Progress
+from qerl.metrics.files import check_writable
 from qerl.metrics.run_dir import RunDir
+from qerl.metrics.run_lock import LOCK_NAME, RunLock
 from qerl.metrics.writer import MetricsWriter
 from qerl.model.checkpoint import base_hash
+from qerl.model.spec import ModelSpec
+from qerl.records import Prompt
 from qerl.report.html import write_report
 from qerl.reward.compose import Rewarder
-from qerl.train import on_policy
 from qerl.train.diagnostics.observer import Diagnostics
 from qerl.train.fit import settle_memory
 from qerl.train.loop import Trainer
 from qerl.train.noise.director import NoiseDirector, load_sum
 from qerl.train.optimizer import MasterOptimizer, make_optimizer
 from qerl.train.portable import expand_portable, is_portable
+from qerl.train.prompts import SOURCES, load_prompts
 from qerl.train.resume import TrainState, check_same_config, load_checkpoint
-from qerl.train.session import Session, open_session
+from qerl.train.session import Session, fit_lengths, open_session, require_model_path
 from qerl.train.stop import Deadline, StopRequest
+from qerl.train.summary import closing_lines, write_summary
 from qerl.train.timing import StageTimer
-from qerl.train.warnings import prompt_warnings
-
-SUMMARY_SCHEMA = 1
+from qerl.train.warnings import prompt_warnings, size_warnings
 
 
 def train(
@@ -53,52 +54,88 @@ def train(
 
     Args:
         config: the whole configuration.
-        resume: continue the run in the folder from its newest checkpoint.
+        resume: continue the run in the folder from its newest checkpoint; a larger ``train.steps`` lengthens it.
         stop_after: end after this step with a checkpoint; the plan (schedules, noise stages) stays that of the whole run.
         deadline: end with a checkpoint after the step before which it is reached.
         after: called with the live trainer when the plan is finished, before the summary.
 
     Raises:
         QerlError: anything a user can cause; nothing is written before the configuration, model and data are known good.
+        RunStopped: SIGINT or SIGTERM ended the run before its last step.
     """
+    began = time.perf_counter()
     check_trainable(config)
+    config, length_notes = fit_lengths(config, ModelSpec.from_folder(require_model_path(config)))
     folder = Path(config.run.dir) / config.run.name
+    check_writable(folder, folder=True)
     run = RunDir.open(folder) if resume else RunDir(folder)
     if not resume:
         run.refuse_a_run()
     config = settle_memory(config)
     if resume:
         check_same_config(load_config(run.config_path, []), config)
-    began = time.perf_counter()
-    session = open_session(config, keep_reference_norms=config.objective.kl_coef > 0)
-    check_layout(session)
-    existed = folder.exists()
-    try:
-        trainer = build_trainer(config, run, session, resume=resume, began=began)
-    except QerlError:
-        # A start that fails leaves no folder behind that would refuse the corrected command.
-        if not resume and not existed:
-            shutil.rmtree(folder, ignore_errors=True)
-        raise
-    trainer.progress.start(header(config, session, trainer))
-    with (
-        trainer.writer,
-        StopRequest(lambda: trainer.progress.note("stopping after this step; again to stop at once")) as stop,
-    ):
+    with RunLock(folder) as lock:
+        kept = {path.name for path in folder.iterdir()} - {LOCK_NAME}
+        try:
+            session = open_session(config, keep_reference_norms=config.objective.kl_coef > 0)
+            check_layout(session)
+            trainer = build_trainer(config, run, session, resume=resume, began=began)
+        except BaseException:
+            # A start that fails leaves nothing behind that would refuse the corrected command.
+            if not resume:
+                clear(folder, kept)
+            raise
+        for text in [*length_notes, *([lock.note] if lock.note else [])]:
+            trainer.warn(text)
+        trainer.progress.start(header(config, session, trainer))
+        run_to_end(trainer, stop_after, deadline, after)
+    return run.path
+
+
+def run_to_end(
+    trainer: Trainer, stop_after: int | None, deadline: Deadline | None, after: Callable[[Trainer], None] | None
+) -> None:
+    """The loop, the summary and the report, under signals that stop it; arguments as of :func:`train`.
+
+    Raises:
+        RunStopped: a signal ended the run: after a step, or at once when it came twice.
+    """
+    with trainer.writer, trainer.rewarder, StopRequest(trainer.progress.say) as stop:
         try:
             finished = trainer.fit(stop, stop_after, deadline)
             if finished and after is not None:
                 after(trainer)
+            summary = write_summary(trainer, finished=finished)
+            try:
+                report = str(write_report(trainer.run.path))
+            except MissingDependencyError as error:
+                report = f"not written: {error}; then `qerl report {trainer.run.path}`"
         except KeyboardInterrupt:
+            raise RunStopped(stopped_at_once(trainer.run), stop.signal_number or signal.SIGINT) from None
+        finally:
             trainer.progress.close()
-            raise
-    summary = write_summary(trainer, finished=finished)
-    try:
-        report = str(write_report(run.path))
-    except MissingDependencyError as error:
-        report = f"not written: {error}; then `qerl report {run.path}`"
-    trainer.progress.finish(closing_lines(summary, run.path, report))
-    return run.path
+    trainer.progress.finish(closing_lines(summary, trainer.run.path, report))
+    if stop.signal_number is not None and not finished:
+        raise RunStopped(
+            f"stopped by {signal.Signals(stop.signal_number).name} after step {trainer.state.step} of "
+            f"{trainer.config.train.steps}, which is saved. The same command with --resume goes on",
+            stop.signal_number,
+        )
+
+
+def stopped_at_once(run: RunDir) -> str:
+    """What to tell who has stopped a run in the middle of a step."""
+    newest = run.latest_checkpoint()
+    if newest is None:
+        return f"stopped at once: no checkpoint had been written. Delete {run.path} and start again"
+    return f"stopped at once: the running step is lost. The same command with --resume goes on from {newest.name}"
+
+
+def clear(folder: Path, kept: set[str]) -> None:
+    """Remove what a start has written into a run folder; ``kept`` and the lock stay."""
+    for path in folder.iterdir():
+        if path.name not in kept and path.name != LOCK_NAME:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def check_trainable(config: Config) -> None:
@@ -117,31 +154,35 @@ def check_trainable(config: Config) -> None:
     if config.data.train is None:
         raise ConfigError(
             "data.train is not set",
-            expected="a file, a built-in data set, a NAME under $QERL_DATA, or a hub name",
+            expected=SOURCES,
             remedy="Add data.train=… to the command line",
         )
 
 
 def build_trainer(config: Config, run: RunDir, session: Session, *, resume: bool, began: float) -> Trainer:
     """Data, optimizer and run folder; restores a checkpoint when resuming. Writes nothing before all of it is good."""
-    train_prompts, dropped, notes = load_prompts(config, session, config.data.train, "train", None, training=True)
-    eval_prompts: list[Any] = []
+    tokenizer = session.tokenizer
+    train_prompts, dropped, notes = load_prompts(config, tokenizer, config.data.train, "train", None, training=True)
+    eval_prompts: list[Prompt] = []
     if config.data.eval is not None:
-        eval_prompts, _, _ = load_prompts(config, session, config.data.eval, "test", config.data.eval_limit)
+        eval_prompts, _, _ = load_prompts(config, tokenizer, config.data.eval, "test", config.data.eval_limit)
     rewarder = Rewarder(config.reward, config.rollout.max_new_tokens)
     optimizer = make_optimizer(session.model.trainable_parameters(), config.optim)
     sampler = PromptSampler(train_prompts, config.train.seed)
     timer = StageTimer(session.device)
     weights_hash = base_hash(session.model)
-    state = TrainState(base_hash=weights_hash)
+    state = TrainState(base_hash=weights_hash, eval_prompts=fingerprint(eval_prompts))
     if resume:
-        state = restore(run, session, optimizer, sampler, timer, weights_hash)
+        state = restore(run, session, optimizer, sampler, timer, expected=state)
     noise_sum = load_sum(run.checkpoint(state.step), config, session) if resume else {}
     noise = NoiseDirector(config, session, train_prompts, state.noise, noise_sum)
     if not resume:
         run = RunDir.create(run.path)
         run.write_text(run.config_path, dump_config(config))
         run.write_json(run.env_path, collect_env())
+    elif (planned := load_config(run.config_path, []).train.steps) != config.train.steps:
+        run.write_text(run.config_path, dump_config(config))
+        notes.append(longer_note(planned, config.train.steps, state.step))
     progress = Progress(
         config.train.steps, config.log.progress, eval_every=config.eval.every, eval_after=config.eval.after
     )
@@ -164,26 +205,19 @@ def build_trainer(config: Config, run: RunDir, session: Session, *, resume: bool
         dropped_prompts=dropped,
         began=began,
     )
-    for text in [*session.model.spec.notes, *notes, *prompt_warnings(train_prompts, config.data.prompt_template)]:
+    bare = prompt_warnings(train_prompts, config.data.prompt_template)
+    sizes = size_warnings(config, session.model.spec, prompts=len(train_prompts))
+    for text in [*session.model.spec.notes, *notes, *bare, *sizes]:
         trainer.warn(text)
     return trainer
 
 
-def load_prompts(
-    config: Config, session: Session, source: str | None, split: str, limit: int | None, *, training: bool = False
-) -> tuple[list[Any], int, list[str]]:
-    """Rendered prompts of a data set, how many were too long, and what there is to warn of (of ``training`` on them too)."""
-    assert source is not None
-    loaded = load_rows(source, default_split=split)
-    rows = loaded.rows[:limit] if limit else loaded.rows
-    prompts, dropped = build_prompts(rows, session.tokenizer, config.data, config.rollout.max_prompt_tokens)
-    notes = list(loaded.warnings) if training else []
-    if dropped.too_long:
-        notes.append(
-            f"{dropped.too_long} of {len(rows)} prompts of {source} are longer than "
-            f"rollout.max_prompt_tokens={config.rollout.max_prompt_tokens} and were left out"
-        )
-    return prompts, dropped.too_long, notes
+def longer_note(planned: int, steps: int, done: int) -> str:
+    """What a run that is made longer must know of its schedules."""
+    return (
+        f"The run was planned for {planned} steps and now goes on to {steps}: from step {done + 1} on, learning rate and noise "
+        f"are those of a run of {steps} steps, so both may jump there (docs/reliability.md)."
+    )
 
 
 def restore(
@@ -192,13 +226,19 @@ def restore(
     optimizer: MasterOptimizer,
     sampler: PromptSampler,
     timer: StageTimer,
-    weights_hash: str,
+    *,
+    expected: TrainState,
 ) -> TrainState:
     """Bring everything back to the newest checkpoint and the folder to its step.
+
+    Args:
+        run, session, optimizer, sampler, timer: brought back in place.
+        expected: base hash and evaluation prompts of now.
 
     Raises:
         RunFolderError: there is no checkpoint, or the run is complete.
         ConfigError: the base weights are not those the run was trained on.
+        DataError: the training or evaluation prompts are not those of the run.
     """
     folder = run.latest_checkpoint()
     if folder is None:
@@ -210,20 +250,30 @@ def restore(
     if is_portable(folder):
         expand_portable(folder)
     state = load_checkpoint(folder, session.model, optimizer)
-    if state.base_hash != weights_hash:
+    if state.base_hash != expected.base_hash:
         raise ConfigError(
             "the base weights are not the ones this run was trained on",
-            got=weights_hash,
+            got=expected.base_hash,
             expected=state.base_hash,
             remedy="Give the model folder the run began with",
         )
-    if state.step >= session.config.train.steps:
+    steps = session.config.train.steps
+    if state.step >= steps:
         raise RunFolderError(
             "the run is complete",
-            got=f"checkpoint at step {state.step} of {session.config.train.steps}",
-            remedy="Start a new run under another run.name",
+            got=f"checkpoint at step {state.step} of {steps}",
+            remedy=f"Make it longer with --resume train.steps=N, N above {state.step}, or start a new run under another run.name",
+        )
+    if state.eval_prompts != expected.eval_prompts:
+        raise DataError(
+            "the evaluation prompts are not those this run was evaluated on",
+            got=f"hash {expected.eval_prompts} of ids, tokens and answers",
+            expected=f"{state.eval_prompts}, as in the checkpoint",
+            remedy="Bring back the file, tokenizer and chat template of the run, or start a new run",
         )
     sampler.load_state_dict(state.sampler)
+    if "after" in state.evaluations:
+        state.evaluations[f"step {state.step}"] = state.evaluations.pop("after")
     timer.total.update(state.stage_seconds)
     run.rewind(state.step, rollout=state.step)
     return state
@@ -291,88 +341,3 @@ def noise_line(aqn: AqnConfig) -> str:
         parts.append("sigma by the controller")
     schedule = f"AQN {aqn.schedule} {unit}{aqn.sigma_start:g} -> {aqn.sigma_end:g}, {aqn.num_stages} stages"
     return ", ".join([schedule, *parts])
-
-
-def closing_lines(summary: dict[str, Any], folder: Path, report: str) -> dict[str, Any]:
-    """What the terminal shows after the last step."""
-    lines: dict[str, Any] = {"status": f"{summary['status']} after step {summary['steps']}"}
-    for moment in ("before", "after"):
-        result = summary["evaluation"][moment]
-        if result is not None:
-            lines[f"accuracy {moment}"] = (
-                f"{result['accuracy']:.1%} [{result['low']:.1%}, {result['high']:.1%}] on {result['count']} held-out questions"
-            )
-    noisy = summary["noisy"]
-    if noisy is not None:
-        against = noisy["against_clean"]
-        lines["with noise"] = (
-            f"{noisy['mean']:.1%} at sigma {noisy['sigma']:.3g}, {100 * against['difference']:+.1f} points "
-            f"[{100 * against['low']:+.1f}, {100 * against['high']:+.1f}] from the clean policy"
-        )
-    lines |= {"seconds": f"{summary['wall_seconds']:.1f}", "run folder": folder, "report": report}
-    if summary["status"] != "finished":
-        lines["resume"] = "the same command with --resume"
-    return lines
-
-
-def paired_difference(trainer: Trainer) -> dict[str, Any] | None:
-    """The evaluation after against the one before on the same questions; None unless both were made."""
-    results = [
-        result for moment in ("before", "after") if (result := trainer.state.evaluations.get(moment)) is not None
-    ]
-    if len(results) < 2:
-        return None
-    before, after = (trainer.run.read_evaluation(result["step"]) for result in results)
-    return dict(compare(before, after, confidence=trainer.config.eval.confidence, seed=trainer.config.train.seed))
-
-
-def write_summary(trainer: Trainer, *, finished: bool) -> dict[str, Any]:
-    """``summary.json`` and ``memory.json``."""
-    config, state, session = trainer.config, trainer.state, trainer.session
-    state.wall_seconds += time.perf_counter() - trainer.began
-    peaks = memory.process_bytes() | memory.device_bytes(session.device) | trainer.timer.peaks.overall
-    ledger = memory.predict(config, session.model.spec, device_type=session.device.type)
-    trainer.run.write_json(
-        trainer.run.memory_path,
-        {
-            "predicted": ledger.owners(),
-            "predicted_phases": {phase: dict(brought) for phase, brought in ledger.phases.items()},
-            "predicted_peaks": {phase: ledger.total(phase) for phase in memory.PHASES},
-            "measured_peaks": trainer.timer.peaks.run,
-            "measured": memory.measure_resident(
-                session.model,
-                masters=trainer.optimizer.masters.values(),
-                moments=trainer.optimizer.state_tensors(),
-            )
-            | {"kv_cache": trainer.peak_kv_bytes},
-            "process": peaks,
-        },
-    )
-    summary = {
-        "schema": SUMMARY_SCHEMA,
-        "run": config.run.name,
-        "model": config.model.path,
-        "status": "finished" if finished else "interrupted",
-        "steps": state.step,
-        "updates": state.updates,
-        "evaluation": {"before": state.evaluations.get("before"), "after": state.evaluations.get("after")},
-        "evaluations": state.evaluations,
-        "paired": paired_difference(trainer),
-        # A run that was made longer still knows the end it had.
-        "noisy": state.noisy if state.noisy is not None and state.noisy["step"] == state.step else None,
-        "bit_exact": not state.portable,
-        "portable_resumes": state.portable,
-        "wall_seconds": state.wall_seconds,
-        "stage_seconds": dict(trainer.timer.total),
-        "on_policy": on_policy.verdict(state.off_policy, state.on_policy_steps, state.step),
-        "tokens": {
-            "total": state.tokens,
-            "completion": state.completion_tokens,
-            "prompt": state.tokens - state.completion_tokens,
-        },
-        "peak_memory": peaks,
-        "versions": collect_env()["versions"],
-        "warnings": state.warnings,
-    }
-    trainer.run.write_json(trainer.run.summary_path, summary)
-    return summary

@@ -109,6 +109,48 @@ def resolve_device(name: str) -> torch.device:
     return device
 
 
+def fit_lengths(config: Config, spec: ModelSpec) -> tuple[Config, list[str]]:
+    """Shorten length settings that nobody has set to what the model has positions for.
+
+    ``rollout.max_prompt_tokens`` and ``rollout.max_new_tokens`` keep their proportion when neither is set; one that is set stays,
+    and the other gets what is left. What still does not fit is refused by :func:`check_lengths`.
+
+    Returns:
+        The configuration, and a note on what was shortened (none or one).
+
+    Raises:
+        ConfigError: the shortened answers are no longer than ``reward.overlong.buffer_tokens``.
+    """
+    rollout, room = config.rollout, spec.max_positions
+    prompt, answer = rollout.max_prompt_tokens, rollout.max_new_tokens
+    declared = config.eval.max_new_tokens or 0
+    free = {"max_prompt_tokens", "max_new_tokens"} - rollout.model_fields_set
+    if prompt + max(answer, declared) <= room or not free:
+        return config, []
+    if len(free) == 2:
+        prompt = min(prompt, room * prompt // (prompt + answer), max(room - declared, 1))
+    elif "max_prompt_tokens" in free:
+        prompt = min(prompt, room - max(answer, declared))
+    if "max_new_tokens" in free:
+        answer = min(answer, room - prompt)
+    if min(prompt, answer) < 1:
+        return config, []
+    overlong = config.reward.overlong
+    if overlong.enabled and overlong.buffer_tokens >= answer:
+        raise ConfigError(
+            "reward.overlong.buffer_tokens must be smaller than the longest answer",
+            got=f"buffer_tokens={overlong.buffer_tokens}, and the model's {room} positions leave {answer} tokens for an answer",
+            remedy="Set reward.overlong.buffer_tokens",
+        )
+    changes = {"max_prompt_tokens": prompt, "max_new_tokens": answer}
+    changes = {name: value for name, value in changes.items() if value != getattr(rollout, name)}
+    shown = " and ".join(
+        f"rollout.{name}={value} (default {getattr(rollout, name)})" for name, value in changes.items()
+    )
+    fitted = config.model_copy(update={"rollout": rollout.model_copy(update=changes)})
+    return fitted, [f"The model has {room} positions: {shown}."]
+
+
 def check_lengths(config: Config, spec: ModelSpec) -> None:
     """Refuse sequences that the model has no positions for.
 
@@ -121,5 +163,5 @@ def check_lengths(config: Config, spec: ModelSpec) -> None:
             "rollout.max_prompt_tokens + max_new_tokens exceeds the model's positions",
             got=longest,
             expected=f"at most {spec.max_positions}",
-            remedy="Shorten one of them",
+            remedy="Shorten one of them, or leave both unset",
         )

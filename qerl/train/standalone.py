@@ -8,7 +8,7 @@ unquantized. Noise is off unless ``eval.noise`` says otherwise.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +18,25 @@ from qerl.env_info import collect_env
 from qerl.errors import ConfigError, RunFolderError
 from qerl.eval.evaluate import EvalResult, evaluate
 from qerl.metrics.behavior import behavior_rows
+from qerl.metrics.files import check_writable
 from qerl.metrics.run_dir import RunDir
 from qerl.model.checkpoint import adapter_hash, adapter_lora_config, base_hash, norm_hash, resolve_model_path
 from qerl.model.spec import ModelSpec
 from qerl.records import Completion, Group, PolicyState, Rollout, SamplingSpec
 from qerl.reward.compose import Rewarder
 from qerl.rollout.engine import ProgressCallback
+from qerl.train.prompts import SOURCES, load_prompts
 from qerl.train.resume import read_state
-from qerl.train.run import load_prompts, run_facts
-from qerl.train.session import Session, open_session
+from qerl.train.run import run_facts
+from qerl.train.session import Session, fit_lengths, open_session, require_model_path
 
 SAMPLING_STREAM = "standalone"
 """Random stream of ``qerl rollout``; training and evaluation have their own."""
+
+
+UNQUANTIZED = (
+    "The model is taken unquantized (bf16), as it is stored; add quant.format=nvfp4 to take it as training does."
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +48,8 @@ class Target:
     updates: int
     """Optimizer updates behind the adapter, 0 without one or when unknown."""
     description: str
+    notes: tuple[str, ...] = ()
+    """What the user should know of how it is loaded."""
 
 
 def resolve_target(
@@ -67,6 +76,26 @@ def resolve_target(
         RunFolderError: the run has no such checkpoint.
         CheckpointError: there is no such model.
     """
+    found = _find_target(target, settings, config_file, checkpoint, adapter, base)
+    config, notes = fit_lengths(found.config, ModelSpec.from_folder(require_model_path(found.config)))
+    return replace(found, config=config, notes=(*found.notes, *notes))
+
+
+def _find_target(
+    target: str,
+    settings: Sequence[str],
+    config_file: str | None,
+    checkpoint: int | None,
+    adapter: Path | None,
+    base: bool,
+) -> Target:
+    """What ``target`` is, with lengths as they are configured."""
+    if base and checkpoint is not None:
+        raise ConfigError(
+            "--base leaves the adapter out, and --checkpoint chooses one",
+            got=f"--base --checkpoint {checkpoint}",
+            remedy="Give one of them",
+        )
     if RunDir(target).holds_a_run():
         if config_file is not None or adapter is not None:
             raise ConfigError(
@@ -85,8 +114,10 @@ def resolve_target(
     path = resolve_model_path(target)
     given = any(setting.startswith(("quant.format=", "quant=")) for setting in settings)
     stored = ModelSpec.from_folder(path).stored_format or "bf16"
-    quant = [] if config_file is not None or given else [f"quant.format={stored}"]
-    return _model_target(load_config(config_file, [*quant, f"model.path={target}", *settings]), adapter, target)
+    as_stored = config_file is None and not given
+    quant = [f"quant.format={stored}"] if as_stored else []
+    found = _model_target(load_config(config_file, [*quant, f"model.path={target}", *settings]), adapter, target)
+    return replace(found, notes=(UNQUANTIZED,)) if as_stored and stored == "bf16" else found
 
 
 def _run_target(run: RunDir, settings: Sequence[str], checkpoint: int | None, base: bool) -> Target:
@@ -147,9 +178,9 @@ def evaluate_target(
             remedy="Add eval.noise=false; a run evaluates with noise while it trains",
         )
     if config.data.eval is None:
-        raise ConfigError("there is no evaluation data", remedy="Add --data with a file, or a NAME under $QERL_DATA")
+        raise ConfigError("there is no evaluation data", expected=SOURCES, remedy="Add --data")
     session = open_target(target)
-    prompts, _, notes = load_prompts(config, session, config.data.eval, "test", config.data.eval_limit)
+    prompts, _, notes = load_prompts(config, session.tokenizer, config.data.eval, "test", config.data.eval_limit)
     max_new_tokens = config.eval.max_new_tokens or config.rollout.max_new_tokens
     with Rewarder(config.reward, max_new_tokens) as rewarder:
         result = evaluate(
@@ -161,7 +192,7 @@ def evaluate_target(
             max_new_tokens=max_new_tokens,
             on_progress=on_progress,
         )
-        for text in [*notes, *rewarder.take_warnings()]:
+        for text in [*target.notes, *notes, *rewarder.take_warnings()]:
             warn(text)
     return result
 
@@ -169,17 +200,17 @@ def evaluate_target(
 def sample_target(
     target: Target,
     *,
-    samples: int,
+    samples: int | None,
     limit: int | None,
     out: Path,
     warn: Callable[[str], None],
     on_progress: ProgressCallback | None = None,
 ) -> dict[str, Any]:
-    """Sample ``samples`` answers per prompt of ``data.train``, score them, and write the behavior records.
+    """Sample answers to each prompt of ``data.train``, score them, and write the behavior records.
 
     Args:
         target: what to sample from.
-        samples: answers per prompt.
+        samples: answers per prompt; None takes ``rollout.group_size``.
         limit: only the first prompts.
         out: folder to write; it gets ``config.resolved.yaml``, ``env.json`` and ``rollouts/rollout-000000.parquet``.
         warn: told what the user should know.
@@ -191,14 +222,17 @@ def sample_target(
     Raises:
         ConfigError: there is no data.
         RunFolderError: ``out`` already holds a run.
+        OutputError: ``out`` cannot be written; checked first.
     """
     config = target.config
     if config.data.train is None:
-        raise ConfigError("there is no data to answer", remedy="Add --data with a file, or a NAME under $QERL_DATA")
+        raise ConfigError("there is no data to answer", expected=SOURCES, remedy="Add --data")
     run = RunDir(out)
-    run.refuse_a_run()
+    check_writable(out, folder=True)
+    run.refuse_a_run(remedy="Choose another --out, or delete the folder")
+    samples = samples or config.rollout.group_size
     session = open_target(target)
-    prompts, _, notes = load_prompts(config, session, config.data.train, "train", limit)
+    prompts, _, notes = load_prompts(config, session.tokenizer, config.data.train, "train", limit)
     sampling = SamplingSpec(
         temperature=config.rollout.temperature,
         top_p=config.rollout.top_p,
@@ -211,7 +245,7 @@ def sample_target(
     completions, stats = session.engine.generate(prompts, sampling, group_size=samples, on_progress=on_progress)
     with Rewarder(config.reward, config.rollout.max_new_tokens) as rewarder:
         scores = rewarder.score(completions)
-        for text in [*notes, *rewarder.take_warnings()]:
+        for text in [*target.notes, *notes, *rewarder.take_warnings()]:
             warn(text)
     weights_hash = base_hash(session.model)
     rollout = _record(target, session, sampling, samples, completions, stats, weights_hash)

@@ -8,18 +8,29 @@ import time
 from collections.abc import Callable
 from types import FrameType, TracebackType
 
+AFTER_STEP = "{name}: stopping after this step, which will be saved; again to stop at once and lose it"
+AT_ONCE = "{name} again: stopping at once"
+
 
 class StopRequest:
     """Context manager that turns the first SIGINT or SIGTERM into a flag. Off the main thread it does nothing.
 
     Args:
-        on_request: called once, when the first signal arrives.
+        say: called within the signal handler with what the signal does, in words.
+
+    Attributes:
+        signal_number: the signal that came last; None before one has come.
     """
 
-    def __init__(self, on_request: Callable[[], None]):
-        self.requested = False
-        self._on_request = on_request
+    def __init__(self, say: Callable[[str], None]):
+        self.signal_number: int | None = None
+        self._say = say
         self._previous: dict[int, object] = {}
+
+    @property
+    def requested(self) -> bool:
+        """Whether the run is to end after the running step."""
+        return self.signal_number is not None
 
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():
@@ -34,10 +45,10 @@ class StopRequest:
             signal.signal(number, handler)  # type: ignore[arg-type]
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.requested:
+        again, self.signal_number = self.requested, number
+        self._say((AT_ONCE if again else AFTER_STEP).format(name=signal.Signals(number).name))
+        if again:
             raise KeyboardInterrupt
-        self.requested = True
-        self._on_request()
 
 
 class Deadline:

@@ -10,12 +10,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from qerl.config.schema import Config
+from qerl.model.spec import ModelSpec
 from qerl.model.tokenizer import Tokenizer
 from qerl.records import Completion, Outcome, Prompt, SamplingSpec
 from qerl.reward.compose import Rewarder
 from qerl.reward.math_answer import reference_value
-from qerl.train.run import check_trainable, load_prompts
-from qerl.train.session import Session, open_session
+from qerl.train.prompts import load_prompts
+from qerl.train.run import check_trainable
+from qerl.train.session import Session, fit_lengths, open_session, require_model_path
 from qerl.train.warnings import prompt_warnings
 
 SHOWN = 3
@@ -42,10 +44,11 @@ def validate(config: Config) -> list[Check]:
         QerlError: whatever would stop the run before its first step.
     """
     check_trainable(config)
+    config, length_notes = fit_lengths(config, ModelSpec.from_folder(require_model_path(config)))
     session = open_session(config, trainable=False)
-    prompts, dropped, notes = load_prompts(config, session, config.data.train, "train", None, training=True)
+    prompts, dropped, notes = load_prompts(config, session.tokenizer, config.data.train, "train", None, training=True)
     return [
-        check_prompts(config, prompts, notes, dropped),
+        check_prompts(config, prompts, [*length_notes, *notes], dropped),
         check_eos(session.tokenizer),
         check_rewards(config, prompts),
         check_stopping(config, session, prompts),

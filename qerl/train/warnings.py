@@ -11,7 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from qerl.config.schema import Config
+from qerl.errors import TrainingError
 from qerl.metrics.catalogue import ALARMS
+from qerl.model.spec import ModelSpec
 from qerl.records import Prompt
 
 HALF = 0.5
@@ -25,6 +27,13 @@ SHARE_MOVED = 0.05
 """Change of a share (of groups, of answers) from which it has moved."""
 SLOWER = 1.05
 """Factor from which seconds per token have grown."""
+
+MANY_ANSWERS = 16_384
+"""Answers a step from which a slip is likely."""
+MANY_EPOCHS = 1_000
+"""Passes over the training prompts from which a slip is likely."""
+FEW_TOKENS = 4
+"""Answer tokens below which hardly any answer is whole."""
 
 Metrics = Mapping[str, float]
 
@@ -65,6 +74,44 @@ def config_warnings(config: Config) -> list[str]:
         found.append(
             "objective.is_cap=unbounded lets the weight of a single token or answer be of any size, and dominate an update "
             "(importance_weight/max)."
+        )
+    return found
+
+
+def size_warnings(config: Config, spec: ModelSpec, *, prompts: int) -> list[str]:
+    """Sizes that are legal and probably a slip.
+
+    Args:
+        config: the whole configuration.
+        spec: shapes of the model.
+        prompts: training prompts there are.
+    """
+    found = []
+    if config.train.mode == "lora" and config.lora.rank > spec.hidden_size:
+        found.append(
+            f"lora.rank={config.lora.rank} exceeds the model's width of {spec.hidden_size}: ranks above it add parameters and nothing "
+            "that could be learned with them."
+        )
+    rollout = config.rollout
+    if rollout.prompts_per_step > prompts:
+        found.append(
+            f"rollout.prompts_per_step={rollout.prompts_per_step} exceeds the {prompts} training prompts: every step asks some of them "
+            "several times."
+        )
+    answers = rollout.prompts_per_step * rollout.group_size
+    if answers > MANY_ANSWERS:
+        found.append(
+            f"A step samples {answers:,} answers (rollout.prompts_per_step x rollout.group_size); published runs use a few hundred."
+        )
+    epochs = config.train.steps * rollout.prompts_per_step / prompts
+    if epochs > MANY_EPOCHS:
+        found.append(
+            f"train.steps={config.train.steps} passes over the {prompts} training prompts {epochs:,.0f} times "
+            "(rollout.prompts_per_step a step)."
+        )
+    if config.rollout.max_new_tokens < FEW_TOKENS:
+        found.append(
+            f"rollout.max_new_tokens={rollout.max_new_tokens} leaves room for a word or two: nearly every answer will be cut off."
         )
     return found
 
@@ -116,6 +163,29 @@ def step_warnings(config: Config, metrics: Metrics) -> list[Notice]:
         if metrics.get(alarm.metric, 0.0) > alarm.level and (same_noise or not alarm.same_noise_only)
     ]
     return found
+
+
+def refuse_unscored(config: Config, history: Sequence[Metrics], note: str | None) -> None:
+    """End a run whose reward does not work: it would go on to the last step and learn nothing.
+
+    Args:
+        config: ``reward.max_unscored_steps`` and what is named in the message.
+        history: metrics of all steps, oldest first.
+        note: why an answer could not be scored.
+
+    Raises:
+        TrainingError: no answer of the last steps could be scored.
+    """
+    limit = min(config.reward.max_unscored_steps, config.train.steps)
+    last = history[-limit:] if limit else []
+    if len(last) < max(limit, 1) or any(metrics.get("reward") is not None for metrics in last):
+        return
+    raise TrainingError(
+        f"no answer of the last {limit} steps could be scored, so there is nothing to learn from",
+        got=note or "no reason given",
+        expected="a number from every one of reward.functions",
+        remedy=f"Mend {', '.join(config.reward.functions)} (qerl validate checks it), or set reward.max_unscored_steps",
+    )
 
 
 def _nothing_right(config: Config, metrics: Metrics) -> Notice:

@@ -9,7 +9,7 @@ import typer
 
 from qerl.data.suites import SUITES, split_list
 from qerl.errors import ConfigError
-from qerl.metrics.files import write_json
+from qerl.metrics.files import check_writable, write_json
 from qerl.metrics.terminal import print_facts, progress_bar, warn
 from qerl.verbs.options import Adapter, Settings, as_settings, split_settings
 
@@ -69,10 +69,13 @@ def evaluate(
     """Measure accuracy, with an interval over questions, of a run, its checkpoints, a model, or a model with an adapter.
 
     Every suite is a line of its own; no mean replaces them. Noise is off unless --noise asks for it beside the clean policy.
+    A bare model is measured as it is stored, usually unquantized (bf16); quant.format=nvfp4 measures what training starts from.
     """
     if compare:
         _compare(target, settings)
         return
+    if out is not None:
+        check_writable(out, folder=out.suffix != ".json")
     if sigma is not None and not noise:
         raise ConfigError("--sigma sets the level of --noise", got=f"--sigma {sigma:g}", remedy="Add --noise 1")
     config_file, overrides = split_settings(settings)

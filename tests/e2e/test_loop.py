@@ -3,6 +3,7 @@
 import json
 import math
 from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +11,8 @@ from qerl.config.load import load_config
 from qerl.data.synthetic import arithmetic_problems
 from qerl.metrics.catalogue import is_reproducible
 from qerl.metrics.run_dir import RunDir
+from qerl.model.aqn import NoiseState
+from qerl.rollout.engine import Engine
 from qerl.train.run import train
 
 BASE = [
@@ -27,6 +30,17 @@ BASE = [
     "eval.every=0",
     "aqn.num_stages=2",
     "log.progress=off",
+]
+
+
+DEMO = Path(__file__).resolve().parents[2] / "configs" / "demo.yaml"
+LEARNS = [
+    "rollout.prompts_per_step=8",
+    "train.steps=24",
+    "data.eval_limit=64",
+    "optim.lr=4e-3",
+    "eval.every=0",
+    "train.save_every=0",
 ]
 
 
@@ -100,6 +114,52 @@ def test_sigma_zero_is_bit_identical_to_noise_off(run):
         assert {k: v for k, v in row_zero.items() if k != "aqn/stage"} == {
             k: v for k, v in row_off.items() if k != "aqn/stage"
         }
+
+
+def test_noise_of_explicit_zeros_is_bit_identical_to_noise_off(run, monkeypatch):
+    plain = ["diagnostics.every=0", "diagnostics.canary=false"]
+    off = reproducible(run("off", "aqn.enabled=false", *plain))
+    seen = []
+
+    def recorded(self, *arguments, noise=None, **named):
+        if named.get("group_size", 1) > 1:
+            seen.append(noise)
+        return real(self, *arguments, noise=noise, **named)
+
+    real = Engine.generate
+    monkeypatch.setattr(Engine, "generate", recorded)
+    # Otherwise a sigma of 0 skips the noise altogether, and there would be nothing to compare.
+    monkeypatch.setattr(NoiseState, "silent", False)
+    zero = reproducible(run("zero", "aqn.schedule=constant", "aqn.sigma_start=0", *plain))
+    assert len(seen) == 4
+    for noise in seen:
+        assert len(noise.values) == 2 * 2 and not any(z.any() for z in noise.values.values())
+    for row_zero, row_off in zip(zero, off, strict=True):
+        assert row_zero.pop("aqn/stage", 0) in (0, 1) and row_off.pop("aqn/stage", 0) == 0
+        assert row_zero == row_off
+
+
+def test_a_norm_that_changes_during_a_rollout_ends_the_run(run, monkeypatch):
+    real = Engine.generate
+
+    def meddles(self, *arguments, **named):
+        done = real(self, *arguments, **named)
+        if named.get("group_size", 1) > 1:
+            self.model.norm_weight(1, "mlp_norm").data[3] += 1e-6
+        return done
+
+    monkeypatch.setattr(Engine, "generate", meddles)
+    with pytest.raises(AssertionError, match="norm scales changed during a rollout"):
+        run("meddled", "train.steps=1")
+
+
+def test_the_demo_learns(tmp_path, data):
+    """A fourth of the demo's batch, half its steps: held-out accuracy from about 20 % to well above 50 %."""
+    settings = [f"data.train={data}", f"data.eval={data}", f"run.dir={tmp_path}", "log.progress=off", *LEARNS]
+    summary = RunDir.open(train(load_config(DEMO, settings))).read_json("summary.json")
+    before, after = summary["evaluation"]["before"], summary["evaluation"]["after"]
+    assert before["accuracy"] < 0.4
+    assert after["low"] > before["high"] and summary["paired"]["low"] > 0.2
 
 
 def noisy_steps(run_dir):

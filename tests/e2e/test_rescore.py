@@ -130,8 +130,10 @@ def test_another_base_is_refused(run):
 
 
 def test_a_rollout_that_was_not_recorded_is_refused(run):
-    with pytest.raises(RunFolderError, match="a rollout of 0, 1, 2"):
+    with pytest.raises(RunFolderError, match=r"no record of rollout 3; .*one of the rollouts 0, 1, 2"):
         rescore(run.path, rollout=3)
+    with pytest.raises(RunFolderError, match=r"no record of step 4; .*one of the steps 1, 2, 3"):
+        rescore(run.path, step=4)
 
 
 def test_the_command_prints_a_verdict(run):

@@ -1,9 +1,11 @@
 import io
+import os
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from qerl.metrics.console import BLOCKS, Progress, TimeLeft, duration, sparkline
+from qerl.metrics.console import BLOCKS, LastingConsole, Progress, TimeLeft, duration, sparkline
 
 
 class Clock:
@@ -165,3 +167,39 @@ def test_sparkline(values, width, expected):
 )
 def test_duration(seconds, expected):
     assert duration(seconds) == expected
+
+
+def unread_pipe():
+    reader, writer = os.pipe()
+    os.close(reader)
+    return os.fdopen(writer, "w")
+
+
+def full_disk():
+    return Path("/dev/full").open("w")
+
+
+@pytest.mark.parametrize("stream", [unread_pipe, full_disk])
+@pytest.mark.parametrize("mode", ["plain", "live"])
+def test_a_display_that_nobody_can_read_ends_and_the_run_goes_on(stream, mode):
+    with stream() as file:
+        progress = Progress(3, mode, console=LastingConsole(file=file, force_terminal=mode == "live"))
+        progress.start({"run": "x"})
+        for step in (1, 2, 3):
+            progress.step(row(step))
+        progress.warn("something")
+        progress.finish({"status": "finished"})
+    # Closing flushes what is left: it must have nowhere to fail.
+
+
+def test_a_display_that_was_closed_ends_quietly():
+    file = io.StringIO()
+    progress = Progress(3, "plain", console=LastingConsole(file=file))
+    file.close()
+    progress.step(row(1))
+
+
+def test_what_must_be_said_is_said_in_every_mode(capfd):
+    for mode in ("off", "plain"):
+        Progress(3, mode, console=console()).say(f"stopping, {mode}")
+    assert capfd.readouterr().err == "stopping, off\nstopping, plain\n"

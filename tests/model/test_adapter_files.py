@@ -32,7 +32,7 @@ def saved(tmp_path):
     return tmp_path / "base", tmp_path / "adapter", model
 
 
-@pytest.mark.parametrize("variant", ["qwen2-tied", "llama-all-biases-wide-heads", "qwen3-wide-heads"])
+@pytest.mark.parametrize("variant", ["qwen2-tied", "llama-all-biases-wide-heads", "qwen3-wide-heads", "mistral-plain"])
 @pytest.mark.parametrize(
     "lora", [LORA, LoraConfig(rank=2, alpha=1.0, targets=("v_proj", "down_proj"), train_norms=False)]
 )

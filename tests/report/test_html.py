@@ -2,6 +2,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
@@ -81,7 +82,7 @@ def test_the_page_is_one_file_that_asks_nothing_of_a_network(finished):
 def test_the_headline_is_accuracy_before_and_after_with_the_paired_difference(page):
     assert "44.2% → 91.2%" in page.text
     assert "+47.0 points (95% interval +42.4 to +51.6)" in page.text
-    assert "247 questions gained, 12 lost" in page.text
+    assert "247 questions gained, 12 lost, of 500" in page.text
     assert "39.9–48.6%" in page.text
 
 
@@ -253,3 +254,10 @@ def test_without_a_summary_the_metrics_say_it(tmp_path):
     run.append_metrics(3, {"on_policy": 1.0})
     run.append_metrics(4, {"on_policy": 0.0})
     assert on_policy_label(read_run(run.path)) == "on-policy in 1 of 2 steps"
+
+
+def test_the_demo_says_what_its_gain_is_and_other_runs_do_not(finished):
+    run = read_run(finished.path)
+    assert "a gain here is a switch to the worked way" in Page(render(run)).text
+    other = {**run.config, "model": {**run.config["model"], "path": "Qwen2.5-3B-Instruct"}}
+    assert "a gain here is a switch" not in Page(render(replace(run, config=other))).text

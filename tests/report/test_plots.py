@@ -126,3 +126,32 @@ def test_bins_are_means_of_neighbors():
 @pytest.mark.parametrize(("values", "expected"), [([2e-6, 3e-3], [-6, -2]), ([0.0], [0, 1]), ([0.01], [-2, -1])])
 def test_log_axis_holds_all_values(values, expected):
     assert log_axis("x", values)["range"] == expected
+
+
+def test_a_run_of_one_step_shows_its_points(tmp_path):
+    run = read_run(write_fake_run(tmp_path / "one", steps=1).path)
+    shown = panels(run)
+    assert {"reward", "sigma", "groups", "outcomes", "length", "gradient"} <= {panel.id for panel in shown}
+    for panel in shown:
+        for part in panel.figure.data:
+            if part.type == "scatter" and len(part.x) == 1:
+                assert "markers" in part.mode, (panel.id, part.name)
+    band = trace(reward_panel(run), "± 1 standard deviation")
+    (row,) = run.metrics
+    assert band.line.width > 0
+    assert sorted(band.y) == pytest.approx(
+        [row["reward"] - row["reward_std"], row["reward"] + row["reward_std"]], rel=1e-5
+    )
+
+
+def test_lines_of_several_steps_have_no_markers(run):
+    assert trace(reward_panel(run), "reward").mode == "lines"
+
+
+def test_a_figure_of_nothing_but_zeros_is_left_out(run):
+    clipped = [{**row, "clip_ratio/high_mean": 0.01 * (row["step"] > 3)} for row in run.metrics]
+    for rows, wanted in (
+        (clipped, True),
+        ([{**row, "clip_ratio/high_mean": 0.0, "clip_ratio/low_mean": 0.0} for row in clipped], False),
+    ):
+        assert ("clip" in {panel.id for panel in panels(replace(run, metrics=rows))}) is wanted

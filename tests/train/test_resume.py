@@ -4,13 +4,17 @@ import pytest
 
 from qerl.config.load import load_config
 from qerl.errors import CheckpointError, ConfigError
-from qerl.train.resume import TrainState, check_same_config, read_state
+from qerl.train.resume import STATE_VERSION, TrainState, check_same_config, read_state
 
 
 def test_settings_that_make_the_run_must_not_change():
     before = load_config(None, ["optim.lr=1e-5", "train.steps=10"])
-    with pytest.raises(ConfigError, match=r"optim\.lr: 1e-05 -> 2e-05.*train\.steps: 10 -> 20"):
-        check_same_config(before, load_config(None, ["optim.lr=2e-5", "train.steps=20"]))
+    with pytest.raises(ConfigError, match=r"optim\.lr: 1e-05 -> 2e-05.*train\.steps: 10 -> 9"):
+        check_same_config(before, load_config(None, ["optim.lr=2e-5", "train.steps=9"]))
+
+
+def test_a_run_may_become_longer():
+    check_same_config(load_config(None, ["train.steps=10"]), load_config(None, ["train.steps=20"]))
 
 
 def test_settings_of_the_surroundings_may_change():
@@ -19,7 +23,7 @@ def test_settings_of_the_surroundings_may_change():
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{", "[]", '{"step": 1}', '{"version": 99}', json.dumps({"version": 1, "unknown": 3})]
+    "text", ["", "{", "[]", '{"step": 1}', '{"version": 99}', json.dumps({"version": STATE_VERSION, "unknown": 3})]
 )
 def test_a_damaged_state_is_an_error_that_names_the_file(tmp_path, text):
     (tmp_path / "trainer_state.json").write_text(text)

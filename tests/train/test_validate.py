@@ -62,7 +62,9 @@ def test_references_that_cannot_score_fail(data, tmp_path):
 
 def test_a_template_that_adds_nothing_fails_and_every_eos_id_is_listed(data, tmp_path):
     folder = write_checkpoint(tmp_path / "tiny", "qwen2")
-    found = checks(data, f"model.path={folder}", "rollout.max_prompt_tokens=40", "rollout.max_new_tokens=8")
+    words = tmp_path / "words.jsonl"  # in the vocabulary of the tiny model, so that its prompts differ
+    words.write_text("".join(json.dumps({"question": f"w{i} w{i + 1}", "answer": "7"}) + "\n" for i in range(3, 8)))
+    found = checks(words, f"model.path={folder}", "rollout.max_prompt_tokens=40", "rollout.max_new_tokens=8")
     assert not found["prompts"].passed
     assert any("without a chat template" in line for line in found["prompts"].lines)
     listed = [int(line.split(":")[0]) for line in found["tokens that end an answer"].lines]
