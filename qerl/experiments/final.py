@@ -18,8 +18,8 @@ from qerl.reward.compose import Rewarder
 from qerl.train.loop import Trainer
 from qerl.train.noise.director import NoiseDirector, load_sum
 from qerl.train.portable import expand_portable, is_portable
+from qerl.train.prompts import load_prompts
 from qerl.train.resume import read_state
-from qerl.train.run import load_prompts
 from qerl.train.session import Session, open_session
 
 TimeFor = Callable[[float], bool]
@@ -105,8 +105,8 @@ def reopen(config: Config, run: RunDir) -> Trained:
         expand_portable(folder)
     state = read_state(folder)
     session = open_session(config, adapter=folder)
-    train_prompts, _, _ = load_prompts(config, session, config.data.train, "train", None, training=True)
-    eval_prompts, _, _ = load_prompts(config, session, config.data.eval, "test", config.data.eval_limit)
+    train_prompts, _, _ = load_prompts(config, session.tokenizer, config.data.train, "train", None, training=True)
+    eval_prompts, _, _ = load_prompts(config, session.tokenizer, config.data.eval, "test", config.data.eval_limit)
     return Trained(
         config=config,
         run=run,

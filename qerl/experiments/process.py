@@ -36,7 +36,7 @@ def run_child(plan: Plan, arguments: Sequence[str], seconds: float | None) -> st
         command += ["--max-minutes", f"{max(seconds - STARTING_SECONDS, 0.0) / 60:.4f}"]
     # A session of its own: the terminal's Ctrl-C reaches this process alone, which passes it on once.
     child = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, errors="replace", start_new_session=True)
-    with StopRequest(child.terminate):
+    with StopRequest(lambda text: child.terminate()):
         try:
             _, errors = child.communicate()
         except KeyboardInterrupt:

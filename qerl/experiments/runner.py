@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from qerl.errors import ConfigError, QerlError, nearest
+from qerl.errors import ConfigError, QerlError, RunStopped, nearest
 from qerl.experiments.cells import Cell
 from qerl.experiments.choice import choose
 from qerl.experiments.final import evaluate_trained, from_trainer, reopen, wanted
@@ -173,12 +173,17 @@ def _train_and_evaluate(plan: Plan, cell: Cell, run: RunDir, deadline: Deadline)
             done["finals"] = evaluate_trained(reopen(config, run), specs, time_for)
     else:
         resume = _prepare(plan, run)
-        train(
-            config,
-            resume=resume,
-            deadline=deadline,
-            after=lambda trainer: done.update(finals=evaluate_trained(from_trainer(trainer), specs, time_for)),
-        )
+        try:
+            train(
+                config,
+                resume=resume,
+                deadline=deadline,
+                after=lambda trainer: done.update(finals=evaluate_trained(from_trainer(trainer), specs, time_for)),
+            )
+        except RunStopped:
+            # After its step, a stopped cell has a summary and goes on another time; at once, it has none.
+            if not run.summary_path.exists():
+                raise
         _share_probe(plan, run)
         if (run.read_json(run.summary_path) or {}).get("status") != "finished":
             return "stopped"

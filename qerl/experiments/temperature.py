@@ -24,7 +24,7 @@ from qerl.train.diagnostics.entropy import entropy
 from qerl.train.diagnostics.passes import answer_hidden, logit_chunks, pack_answers
 from qerl.train.diagnostics.probe import cut, open_probe
 from qerl.train.noise.director import NoiseDirector
-from qerl.train.run import load_prompts
+from qerl.train.prompts import load_prompts
 from qerl.train.session import Session, open_session
 
 MATCH_STREAM = "match_noise"
@@ -129,7 +129,7 @@ def _probe(config: Config, out: RunDir) -> Iterator[tuple[Session, list[TrainBat
     """The model before training and the packed probe set; without gradients."""
     session = open_session(config)
     source, split = (config.data.eval, "test") if config.data.eval is not None else (config.data.train, "train")
-    prompts, _, _ = load_prompts(config, session, source, split, config.diagnostics.probe_prompts)
+    prompts, _, _ = load_prompts(config, session.tokenizer, source, split, config.diagnostics.probe_prompts)
     probe = open_probe(config, out, session, prompts)
     size = config.rollout.group_size
     items = [replace(cut(item, config.diagnostics.probe_tokens), sample_key=size * i) for i, item in enumerate(probe)]
@@ -142,7 +142,7 @@ def _first_draws(config: Config, session: Session, draws: int) -> list[Noise | N
     if not config.aqn.enabled:
         return [None]
     prompts, _, _ = load_prompts(
-        config, session, config.data.train, "train", config.aqn.calibration.prompts, training=True
+        config, session.tokenizer, config.data.train, "train", config.aqn.calibration.prompts, training=True
     )
     first = -(-config.planned_updates // config.aqn.num_stages)
     state, _ = NoiseDirector(config, session, prompts).begin(rollout=0, completed=first)
