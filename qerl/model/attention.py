@@ -1,8 +1,9 @@
 """What a decoder layer needs of its surroundings to attend, and the packed form used by training passes.
 
-Shape legend: T packed tokens, S sequences, H query heads, K key/value heads, d head dimension.
+Shape legend: T packed tokens, S sequences, H query heads, K key/value heads, d head dimension, X = (H + 2 K) d.
 
-The decoder hands q, k and v of the new tokens to a context object; where earlier keys live is the context's business.
+The decoder hands the projections of the new tokens, and how they are rotated, to a context object; where keys and values go, and
+where earlier ones live, is the context's business.
 Training packs whole sequences end to end (``PackedSequences``); generation keeps a KV cache (``qerl.rollout``).
 """
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from qerl.kernels.attention import packed_attention
+from qerl.kernels.rope import HeadNorms, rope, rope_append
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +35,40 @@ class SampleRows:
         return values_S if self.sequence_T is None else values_S.index_select(0, self.sequence_T)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rotary:
+    """How projections become heads: norms over each head where the model has them, and the rotation of a token's position."""
+
+    cos_Td: Tensor
+    """float32 [T, d], of each token."""
+    sin_Td: Tensor
+    """float32 [T, d]; the first half of d carries a minus sign."""
+    heads: int
+    """H."""
+    kv_heads: int
+    """K."""
+    norms: HeadNorms | None = None
+
+    def split(self, qkv_TX: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(q [T, H, d], k [T, K, d], v [T, K, d]), rotated. Differentiable."""
+        return rope(qkv_TX, None, self.cos_Td, self.sin_Td, self.heads, self.kv_heads, norms=self.norms)
+
+    def append(self, qkv_TX: Tensor, k_cache: Tensor, v_cache: Tensor, place_T: Tensor) -> Tensor:
+        """q alone; k and v go to places (int64 [T]) of a cache."""
+        return rope_append(
+            qkv_TX,
+            None,
+            self.cos_Td,
+            self.sin_Td,
+            self.heads,
+            self.kv_heads,
+            k_cache,
+            v_cache,
+            place_T,
+            norms=self.norms,
+        )
+
+
 class AttentionContext(Protocol):
     """Positions of the tokens of one forward pass, and causal attention over them and what came before."""
 
@@ -41,8 +77,8 @@ class AttentionContext(Protocol):
     samples: SampleRows | None
     """Whose the tokens are; None where no noise asks for it."""
 
-    def attend(self, layer: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor) -> Tensor:
-        """Attention output [T, H, d] of layer ``layer``; q and k are rotated already."""
+    def attend(self, layer: int, qkv_TX: Tensor, rotary: Rotary) -> Tensor:
+        """Attention output [T, H, d] of layer ``layer`` for its projections, rows of q, k and v side by side."""
         ...
 
 
@@ -76,7 +112,11 @@ class PackedSequences:
             )
             self.samples = SampleRows(keys_S=sample_keys_S, prompt_lengths_S=prompt_lengths_S, sequence_T=sequence_T)
 
-    def attend(self, layer: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor) -> Tensor:
+    def attend(self, layer: int, qkv_TX: Tensor, rotary: Rotary) -> Tensor:
+        return self.attend_heads(*rotary.split(qkv_TX))
+
+    def attend_heads(self, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor) -> Tensor:
+        """Attention output [T, H, d] of heads that are rotated already."""
         return packed_attention(q_THd, k_TKd, v_TKd, self.cu_seqlens_S1, q_THd.shape[-1] ** -0.5, longest=self.longest)
 
 

@@ -23,10 +23,10 @@ from torch.utils.checkpoint import checkpoint
 from qerl.formats import PackedWeight
 from qerl.kernels.activation import silu_mul
 from qerl.kernels.rms_norm import NormNoise, add_rms_norm, rms_norm
-from qerl.kernels.rope import HeadNorms, rope
+from qerl.kernels.rope import HeadNorms
 from qerl.kernels.token_logprobs import Head, head_logits
 from qerl.model.aqn import NoisePass, NoiseSource
-from qerl.model.attention import AttentionContext
+from qerl.model.attention import AttentionContext, Rotary
 from qerl.model.linear import GroupedLinear
 from qerl.model.recompute import Checkpointing, kept_here, kept_on_host, made_again
 from qerl.model.rope import RopeSpec
@@ -161,10 +161,14 @@ class DecoderLayer(nn.Module):
         adapters: bool,
     ) -> Tensor:
         spec = self.spec
-        q_THd, k_TKd, v_TKd = rope(
-            qkv_TX, None, *rotation, spec.num_heads, spec.num_kv_heads, norms=self.head_norms(noise)
+        rotary = Rotary(
+            cos_Td=rotation[0],
+            sin_Td=rotation[1],
+            heads=spec.num_heads,
+            kv_heads=spec.num_kv_heads,
+            norms=self.head_norms(noise),
         )
-        o_THd = context.attend(self.index, q_THd, k_TKd, v_TKd)
+        o_THd = context.attend(self.index, qkv_TX, rotary)
         return self.o.stacked(o_THd.reshape(len(qkv_TX), spec.q_size), adapters)
 
 

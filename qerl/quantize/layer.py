@@ -15,7 +15,7 @@ from torch import Tensor
 from qerl.formats import PackedWeight, WeightFormat
 from qerl.formats.awq import relative_output_error, search_channel_scales, search_clips, second_moments
 from qerl.formats.gptq import compensate, feedback_factor
-from qerl.model.attention import AttentionContext
+from qerl.model.attention import PackedSequences
 from qerl.model.spec import GroupShape, ModelSpec
 from qerl.quantize.folding import fold_name, fold_norm, fold_rows, spread_heads, tie_heads
 from qerl.quantize.layer_tensors import LayerForward, LayerTensors, linear
@@ -23,7 +23,7 @@ from qerl.quantize.quality import TensorQuality, measure
 from qerl.quantize.recipes import Recipe
 from qerl.quantize.streams import Stream
 
-Inputs = Callable[[Tensor, AttentionContext], Tensor]
+Inputs = Callable[[Tensor, PackedSequences], Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

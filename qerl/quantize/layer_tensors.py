@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from qerl.kernels.rms_norm import rms_norm
 from qerl.kernels.rope import rotate
-from qerl.model.attention import AttentionContext
+from qerl.model.attention import PackedSequences
 from qerl.model.decoder import rotation_table
 from qerl.model.spec import ModelSpec
 from qerl.quantize.source import CheckpointSource
@@ -92,7 +92,7 @@ class LayerForward:
     def attention_input(self, x_TD: Tensor, layer: LayerTensors) -> Tensor:
         return rms_norm(x_TD, layer.norms["attn_norm"], self.spec.rms_eps)
 
-    def attention_inner(self, x_TD: Tensor, layer: LayerTensors, context: AttentionContext) -> Tensor:
+    def attention_inner(self, x_TD: Tensor, layer: LayerTensors, context: PackedSequences) -> Tensor:
         spec = self.spec
         h_TD = self.attention_input(x_TD, layer)
         sizes = (spec.q_size, spec.kv_size, spec.kv_size)
@@ -105,10 +105,10 @@ class LayerForward:
             self._cos_Pd.index_select(0, context.positions_T).unsqueeze(1),
             self._sin_Pd.index_select(0, context.positions_T).unsqueeze(1),
         )
-        o_THd = context.attend(layer.index, rotate(q_THd, rotation), rotate(k_TKd, rotation), v_TKd)
+        o_THd = context.attend_heads(rotate(q_THd, rotation), rotate(k_TKd, rotation), v_TKd)
         return o_THd.flatten(1)
 
-    def after_attention(self, x_TD: Tensor, layer: LayerTensors, context: AttentionContext) -> Tensor:
+    def after_attention(self, x_TD: Tensor, layer: LayerTensors, context: PackedSequences) -> Tensor:
         return x_TD + linear(self.attention_inner(x_TD, layer, context), layer, "o")
 
     def mlp_input(self, x_TD: Tensor, layer: LayerTensors) -> Tensor:
@@ -121,7 +121,7 @@ class LayerForward:
     def after_mlp(self, x_TD: Tensor, layer: LayerTensors) -> Tensor:
         return x_TD + linear(self.mlp_inner(x_TD, layer), layer, "down")
 
-    def whole(self, x_TD: Tensor, layer: LayerTensors, context: AttentionContext) -> Tensor:
+    def whole(self, x_TD: Tensor, layer: LayerTensors, context: PackedSequences) -> Tensor:
         """What the layer gives to the next."""
         return self.after_mlp(self.after_attention(x_TD, layer, context), layer)
 

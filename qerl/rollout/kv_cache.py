@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from qerl.kernels.cached_attention import cached_attention
-from qerl.model.attention import PackedSequences, SampleRows
+from qerl.model.attention import PackedSequences, Rotary, SampleRows
 
 
 class KVCache:
@@ -84,11 +84,12 @@ class PrefillContext:
         self._cache, self._packed = cache, packed
         self._source_M, self._place_M = source_M, place_M
 
-    def attend(self, layer: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor) -> Tensor:
-        """Output of attention, same shape and dtype as ``q_THd``."""
+    def attend(self, layer: int, qkv_TX: Tensor, rotary: Rotary) -> Tensor:
+        """Output of attention, [T, H, d]."""
+        q_THd, k_TKd, v_TKd = rotary.split(qkv_TX)
         k_MKd, v_MKd = (values.index_select(0, self._source_M) for values in (k_TKd, v_TKd))
         self._cache.write(layer, k_MKd, v_MKd, self._place_M)
-        return self._packed.attend(layer, q_THd, k_TKd, v_TKd)
+        return self._packed.attend_heads(q_THd, k_TKd, v_TKd)
 
 
 class DecodeContext:
@@ -125,10 +126,10 @@ class DecodeContext:
             self._place_B = page_B * page + lengths_B % page
         self._lengths_B = lengths_B + 1
 
-    def attend(self, layer: int, q_BHd: Tensor, k_BKd: Tensor, v_BKd: Tensor) -> Tensor:
-        """Output of attention, same shape and dtype as ``q_BHd``."""
-        self._cache.write(layer, k_BKd, v_BKd, self._place_B)
+    def attend(self, layer: int, qkv_BX: Tensor, rotary: Rotary) -> Tensor:
+        """Output of attention, [B, H, d]."""
         k_PLKd, v_PLKd = self._cache.slabs[layer]
+        q_BHd = rotary.append(qkv_BX, k_PLKd, v_PLKd, self._place_B)
         if self._table_BN is None:
             k_PLKd, v_PLKd = k_PLKd[: len(q_BHd), : self._end], v_PLKd[: len(q_BHd), : self._end]
         scale = q_BHd.shape[-1] ** -0.5

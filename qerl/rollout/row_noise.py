@@ -1,9 +1,9 @@
-"""Noise of the rows of the decode batch: draws that last longer than a step, in memory that stays where it is.
+"""Noise of the rows of the decode batch, in memory that stays where it is.
 
 A decode step sees one token a row, and the noise of scopes ``rollout``, ``group`` and ``response`` is the same at every step of an
 answer. Drawing it anew each step would cost more than a small model's step, so it is drawn when the rollout, or a row, starts,
-moves with the row, and is read in place: a captured step finds the next rollout's noise where the last one's was. Nothing is kept
-of ``token`` noise, whose draws never repeat.
+moves with the row, and is read in place: a captured step finds the next rollout's noise where the last one's was. Of ``token`` noise, whose draws never repeat, and where tables
+would be too large, only the keys are kept, and the norm draws for itself.
 
 Shape legend: R rows, B running rows (the first B), M rows named in one call, D width of a norm.
 """
@@ -15,9 +15,12 @@ from collections.abc import Sequence as Items
 import torch
 from torch import Tensor
 
+from qerl.kernels.philox import stream_key
 from qerl.kernels.rms_norm import NormNoise, TableNoise
 from qerl.model.aqn import Noise, NoisePass, Place
-from qerl.model.attention import AttentionContext
+from qerl.model.aqn.noise import Counter
+from qerl.model.aqn.sites import POSITION_SHIFT
+from qerl.model.attention import AttentionContext, SampleRows
 
 TABLE_BYTES = 2 << 30
 """Most memory of the tables of all places; noise that needs more is drawn at every step."""
@@ -93,6 +96,53 @@ class _RowPass(NoisePass):
         if not self._by_row and self._noisy_T is None:
             return values
         return TableNoise(z_RD=values.view(-1, values.shape[-1]), noisy_T=self._noisy_T)
+
+
+class KeyedDecodeNoise:
+    """A noise source for decode steps that keeps the keys of the draws, and nothing drawn: for any scope but ``rollout``.
+
+    Args:
+        noise: a call's noise.
+        device: where keys and spreads lie.
+    """
+
+    def __init__(self, noise: Noise, device: torch.device):
+        self.key_2 = torch.zeros(2, dtype=torch.int64, device=device)
+        self.c3_1 = torch.zeros(1, dtype=torch.int64, device=device)
+        self.spreads = {place: noise.spread_tensor(place, device).clone() for place in noise.places()}
+        self.begin(noise)
+
+    def begin(self, noise: Noise) -> None:
+        """Take over the noise of a call: of the places and scope that this was made for."""
+        self.noise = noise
+        self.key_2.copy_(torch.tensor(stream_key(noise.state.seed, noise.state.stream)))
+        self.c3_1.fill_(noise.state.rollout)
+        for place, spread in self.spreads.items():
+            spread.copy_(noise.spread_tensor(place, spread.device))
+
+    def for_pass(self, context: AttentionContext) -> NoisePass:
+        """What a decode step over the first rows sees."""
+        return _KeyedPass(self, context)
+
+
+class _KeyedPass(NoisePass):
+    """Its keys and spreads are those of the source, and not of one call's noise."""
+
+    def __init__(self, source: KeyedDecodeNoise, context: AttentionContext):
+        super().__init__(source.noise, context)
+        self._source = source
+
+    def counter(self, samples: SampleRows) -> Counter:
+        source, state = self._source, self.noise.state
+        return Counter(
+            key_2=source.key_2,
+            c1_R=self.positions_T << POSITION_SHIFT if state.scope == "token" else None,
+            c2_R=samples.keys_S // state.group_size if state.scope == "group" else samples.keys_S,
+            c3_1=source.c3_1,
+        )
+
+    def spread(self, place: Place) -> Tensor:
+        return self._source.spreads[place]
 
 
 def fits_tables(noise: Noise, rows: int) -> bool:

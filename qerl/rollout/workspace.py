@@ -22,7 +22,7 @@ from qerl.records import SamplingSpec
 from qerl.rollout.cuda_graphs import GraphPool
 from qerl.rollout.kv_cache import DecodeContext, KVCache
 from qerl.rollout.pages import PageBook
-from qerl.rollout.row_noise import DecodeNoise, fits_tables
+from qerl.rollout.row_noise import DecodeNoise, KeyedDecodeNoise, fits_tables
 from qerl.rollout.row_state import RowState
 from qerl.rollout.sampler import choose
 
@@ -74,28 +74,40 @@ class Workspace:
             self.table_RN = torch.zeros(layout.rows, layout.columns, dtype=torch.int32, device=device)
         self.graphs = GraphPool(device) if layout.graphs else None
         self.noise: NoiseSource | None = None
-        self._tables: dict[Hashable, DecodeNoise] = {}
-        self._key: Hashable | None = None
+        self._sources: dict[Hashable, DecodeNoise | KeyedDecodeNoise] = {}
+        self._key: Hashable = None
         self._adapters = True
         self._by_sample = False
 
     def begin(self, spec: SamplingSpec, noise: Noise | None, adapters: bool) -> None:
         """Prepare for a call."""
         self.state.begin(spec)
+        # A replayed step reads the copies that products take; what the host does to bring them up to date is not in the graph.
+        for linear in self.model.grouped_linears():
+            if linear.lora is not None:
+                linear.lora.refresh(force=True)
         self._adapters = adapters
         self._by_sample = noise is not None and noise.by_sample
-        noise_key: Hashable | None = None
-        self.noise = noise if noise is not None and noise.places() else None
-        if noise is not None and self.noise is not None and fits_tables(noise, self.layout.rows):
-            noise_key = (noise.state.scope, noise.state.prompt, noise.state.sharing, tuple(noise.widths.items()))
-            tables = self._tables.get(noise_key)
-            if tables is None:
-                tables = self._tables[noise_key] = DecodeNoise(noise, self.layout.rows, self.device)
-            else:
-                tables.begin(noise)
-            self.noise = tables
-        captured = self.noise is None or noise_key is not None
-        self._key = (adapters, noise_key, _sampling_class(spec)) if captured else None
+        self.noise, noise_key = self._noise_source(noise)
+        self._key = (adapters, noise_key, _sampling_class(spec))
+
+    def _noise_source(self, noise: Noise | None) -> tuple[NoiseSource | None, Hashable]:
+        """What decode steps read the noise of a call from, and what of it decides which kernels run."""
+        if noise is None or not noise.places():
+            return None, None
+        state = noise.state
+        tables = fits_tables(noise, self.layout.rows)
+        spreads = tuple(isinstance(spread, Tensor) for spread in noise.spreads.values())
+        key = (state.scope, state.prompt, state.sharing, state.group_size, tuple(noise.widths.items()), tables, spreads)
+        source = self._sources.get(key)
+        if source is None:
+            source = (
+                DecodeNoise(noise, self.layout.rows, self.device) if tables else KeyedDecodeNoise(noise, self.device)
+            )
+            self._sources[key] = source
+        else:
+            source.begin(noise)
+        return source, key
 
     def write_table(self, book: PageBook) -> None:
         """Bring the device's page table up to date."""
@@ -121,7 +133,7 @@ class Workspace:
             rows = next(bucket for bucket in self.layout.buckets if bucket >= running)
             self.state.clear(running, rows)
         for index in range(steps):
-            if self.graphs is None or self._key is None:
+            if self.graphs is None:
                 self._step(rows, longest + index)
             else:
                 self.graphs.run((rows, self._key), lambda: self._step(rows, 0))

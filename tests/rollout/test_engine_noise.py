@@ -12,7 +12,7 @@ from qerl.model.aqn import NoiseState
 from qerl.model.tokenizer import load_tokenizer
 from qerl.objective.batch import Sample, pack
 from qerl.records import SamplingSpec
-from qerl.rollout import row_noise
+from qerl.rollout import row_noise, workspace
 from qerl.rollout.engine import Engine
 from qerl.rollout.kv_cache import KVCache
 from qerl.rollout.scheduler import Scheduler
@@ -123,21 +123,23 @@ def test_the_first_answer_token_comes_from_the_clean_policy_when_prompts_are_cle
 
 @pytest.mark.parametrize("scope", SCOPES)
 def test_prompt_keys_and_values_are_those_of_no_noise_when_prompts_are_clean(model, tokenizer, monkeypatch, scope):
-    written = []
+    """Those of the last prompt token too, which the first decode step stores."""
+    caches = []
 
-    def recording_write(cache, layer, k_MKd, v_MKd, place_M):
-        written.append((k_MKd.clone(), v_MKd.clone()))
-        return write(cache, layer, k_MKd, v_MKd, place_M)
+    class KeptCache(KVCache):
+        def __init__(self, **settings):
+            super().__init__(**settings)
+            caches.append(self)
 
-    write = KVCache.write
-    monkeypatch.setattr(KVCache, "write", recording_write)
-    layers, found = model.spec.num_layers, []
+    monkeypatch.setattr(workspace, "KVCache", KeptCache)
+    one_token = SamplingSpec(max_new_tokens=1)
     for noise in (make_noise(model, scope, prompt="clean"), None):
-        written.clear()
-        generate(model, tokenizer, noise)
-        found.append(written[: 2 * layers])  # the prefill pass, and the decode step that feeds the last prompt token
-    for (k, v), (clean_k, clean_v) in zip(*found, strict=True):
-        assert torch.equal(k, clean_k) and torch.equal(v, clean_v)
+        Engine(model, tokenizer).generate(make_prompts(RAGGED), one_token, group_size=GROUP, noise=noise)
+    found, clean = (cache.slabs for cache in caches)
+    for pair, clean_pair in zip(found, clean, strict=True):
+        for slab, clean_slab in zip(pair, clean_pair, strict=True):
+            assert clean_slab.any()
+            assert torch.equal(slab, clean_slab)
 
 
 @pytest.mark.parametrize(

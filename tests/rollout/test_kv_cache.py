@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from qerl.model.attention import PackedSequences
+from qerl.model.attention import PackedSequences, Rotary
 from qerl.rollout.kv_cache import DecodeContext, KVCache, PrefillContext
 
 CPU = torch.device("cpu")
@@ -19,6 +19,16 @@ def make_cache(rows=3, length=8, layers=2):
 
 def random_tokens(count, heads, seed):
     return torch.randn(count, heads, 4, generator=torch.Generator().manual_seed(seed))
+
+
+def unrotated(tokens):
+    """Rotary embedding that turns nothing."""
+    return Rotary(cos_Td=torch.ones(tokens, 4), sin_Td=torch.zeros(tokens, 4), heads=4, kv_heads=2)
+
+
+def attend(context, layer, *heads):
+    """Output for q, k, v [T, heads, d]."""
+    return context.attend(layer, torch.cat([part.flatten(1) for part in heads], dim=1), unrotated(len(heads[0])))
 
 
 def last_token_attention(q_Hd, k_LKd, v_LKd):
@@ -44,7 +54,7 @@ def test_prefill_stores_a_prompt_in_every_row_that_shares_it_and_nowhere_else():
     context = PrefillContext(cache, packed, source, place)
     assert context.positions_T.tolist() == [0, 1, 2, 0, 1]
     q, k, v = random_tokens(5, 4, 1), random_tokens(5, 2, 2), random_tokens(5, 2, 3)
-    out = context.attend(1, q, k, v)
+    out = attend(context, 1, q, k, v)
     for slab, values in zip(cache.slabs[1], (k, v), strict=True):
         expected = torch.zeros_like(slab)
         expected[0, :3] = expected[2, :3] = values[:3]
@@ -65,7 +75,7 @@ def test_decode_attends_to_each_rows_own_past_and_its_new_token():
     q, k, v = random_tokens(3, 4, 6), random_tokens(3, 2, 7), random_tokens(3, 2, 8)
     context = DecodeContext(cache, torch.tensor(lengths), longest=5)
     assert context.positions_T.tolist() == lengths
-    out = context.attend(0, q, k, v)
+    out = attend(context, 0, q, k, v)
     for row, length in enumerate(lengths):
         k_LKd = torch.cat((past_k[row, :length], k[row : row + 1]))
         v_LKd = torch.cat((past_v[row, :length], v[row : row + 1]))
@@ -97,10 +107,10 @@ def test_decode_reads_and_writes_the_pages_of_the_table():
                 if page:
                     paged.slabs[0][kind][page] = past[row, 4 * place : 4 * place + 4]
     q, k, v = random_tokens(3, 4, 6), random_tokens(3, 2, 7), random_tokens(3, 2, 8)
-    expected = DecodeContext(whole, torch.tensor(lengths), longest=6).attend(0, q, k, v)
+    expected = attend(DecodeContext(whole, torch.tensor(lengths), longest=6), 0, q, k, v)
     context = DecodeContext(paged, torch.tensor(lengths), table_BN=table)
     assert context.positions_T.tolist() == lengths
-    assert torch.equal(context.attend(0, q, k, v), expected)
+    assert torch.equal(attend(context, 0, q, k, v), expected)
     for row, length in enumerate(lengths):
         page = table[row, length // 4]
         assert torch.equal(paged.slabs[0][1][page, length % 4], v[row])
@@ -109,7 +119,7 @@ def test_decode_reads_and_writes_the_pages_of_the_table():
 def test_a_row_whose_page_is_full_writes_to_its_last_place_and_to_no_other_row():
     cache = make_cache(rows=2, length=3)
     context = DecodeContext(cache, torch.tensor([3, 1]), longest=3)
-    context.attend(0, random_tokens(2, 4, 1), random_tokens(2, 2, 2), random_tokens(2, 2, 3))
+    attend(context, 0, random_tokens(2, 4, 1), random_tokens(2, 2, 2), random_tokens(2, 2, 3))
     assert cache.slabs[0][0].abs().sum((2, 3)).gt(0).tolist() == [
         [False] * 2 + [True],
         [False, True, False],

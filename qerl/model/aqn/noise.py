@@ -201,7 +201,7 @@ class NoisePass:
         samples = self._samples
         assert samples is not None
         if self._counter is None:
-            self._counter = noise.counter(samples, self.positions_T)
+            self._counter = self.counter(samples)
         counter = self._counter
         return KeyedNoise(
             key_2=counter.key_2,
@@ -210,10 +210,18 @@ class NoisePass:
             c1_R=counter.c1_R,
             c2_R=counter.c2_R,
             c3_1=counter.c3_1,
-            spread=noise.spread_tensor(place, self.positions_T.device),
+            spread=self.spread(place),
             rows_T=None if noise.state.scope == "token" else samples.sequence_T,
             noisy_T=self._noisy_T,
         )
+
+    def counter(self, samples: SampleRows) -> Counter:
+        """The parts of the Philox counter that all places share; not for scope ``rollout``."""
+        return self.noise.counter(samples, self.positions_T)
+
+    def spread(self, place: Place) -> Tensor:
+        """Standard deviation of a place, float32 [1] or [D]."""
+        return self.noise.spread_tensor(place, self.positions_T.device)
 
     def z(self, layer: int, name: str) -> Tensor | None:
         """z of one place, float32 [D] for all tokens or [T, D]; None where there is no noise (bit-identical to off)."""
