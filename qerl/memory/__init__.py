@@ -21,7 +21,7 @@ from qerl.memory.advice import (
     resolve,
 )
 from qerl.memory.ledger import PHASES, Ledger, predict
-from qerl.memory.measure import PhasePeaks, device_bytes, measure_resident, process_bytes
+from qerl.memory.measure import PhasePeaks, device_bytes, measure_resident, process_bytes, return_unused
 from qerl.memory.shapes import policy_bytes, trained_tensors, uses_dense_cache
 
 __all__ = [
@@ -43,6 +43,7 @@ __all__ = [
     "predict",
     "process_bytes",
     "resolve",
+    "return_unused",
     "trained_tensors",
     "uses_dense_cache",
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from pydantic import ValidationError
 
 from qerl.config.schema import Config
 from qerl.errors import ConfigError, MemoryBudgetError
-from qerl.memory.ledger import PHASES, predict
+from qerl.memory.ledger import PHASES, predict, wanted_kv_bytes
 from qerl.model.spec import ModelSpec
 
 GB = 1e9
@@ -20,6 +21,10 @@ USABLE = 0.92
 """Share of a GPU's memory that a plan may fill; the rest is for the CUDA context and for gaps between allocations."""
 NOTABLE = 0.999
 """Share of a phase from which on a saving is not worth a line."""
+HALF = 0.5
+"""Share of what keys and values could have by being given back, from which they are rather kept."""
+SMALLEST_GB = 1e-6
+"""Stands for no room at all, which the setting does not allow."""
 ORDER = ("none", "selective", "full")
 """Ways of checkpointing, from fastest to smallest."""
 
@@ -88,17 +93,42 @@ def budget_of(config: Config, device: torch.device) -> Budget | None:
 
 
 def resolve(config: Config, spec: ModelSpec, budget: Budget | None, *, device_type: str) -> Config:
-    """``train.checkpointing=auto`` as the first of none, selective and full whose plan fits; full when none does.
+    """The configuration with everything decided that ``auto`` leaves to the plan.
 
-    Without a budget nothing is computed again.
+    Without a budget nothing is computed again and all sequences have room. Otherwise ``train.checkpointing`` is the first of none,
+    selective and full with which all of it fits. If none does: full, and the keys and values of a GPU get what is left, while training
+    too if that is at least half of what they could have by being given back (``rollout.keep_cache``, ``rollout.kv_cache_gb``).
     """
-    if config.train.checkpointing != "auto":
-        return config
-    for choice in ORDER:
-        chosen = changed(config, "train.checkpointing", choice)
+    ways = ORDER if config.train.checkpointing == "auto" else (config.train.checkpointing,)
+    for way in ways:
+        chosen = changed(config, "train.checkpointing", way)
         if budget is None or predict(chosen, spec, device_type=device_type).peak <= budget.size:
-            break
-    return chosen
+            return _kept(chosen, "on")
+    assert budget is not None
+    if device_type != "cuda" or config.rollout.kv_cache_gb != "auto":
+        given_back = _kept(chosen, "off")
+        fits = predict(given_back, spec, device_type=device_type).peak <= budget.size
+        return given_back if fits and device_type == "cuda" else _kept(chosen, "on")
+    room = {way: _kv_room(_kept(chosen, way), spec, budget) for way in ("on", "off")}
+    needed = wanted_kv_bytes(config, spec, device_type, sequences=1)
+    wanted = wanted_kv_bytes(config, spec, device_type)
+    keep = "on" if room["on"] >= max(needed, HALF * min(wanted, room["off"])) else "off"
+    keep = keep if config.rollout.keep_cache == "auto" else config.rollout.keep_cache
+    size = min(wanted, max(needed, room[keep]))
+    # Rounded to kilobytes, downwards where there is a choice.
+    shown = size // 1000 / 1e6 if size > needed else -(-size // 1000) / 1e6
+    return changed(_kept(chosen, keep), "rollout.kv_cache_gb", shown)
+
+
+def _kept(config: Config, choice: str) -> Config:
+    return changed(config, "rollout.keep_cache", choice) if config.rollout.keep_cache == "auto" else config
+
+
+def _kv_room(config: Config, spec: ModelSpec, budget: Budget) -> int:
+    """Bytes that the budget leaves for keys and values."""
+    ledger = predict(changed(config, "rollout.kv_cache_gb", SMALLEST_GB), spec, device_type="cuda")
+    phases = PHASES if config.rollout.keep_cache == "on" else ("rollout",)
+    return budget.size - max(ledger.total(phase) for phase in phases if phase != "load") + int(SMALLEST_GB * GB)
 
 
 def check_budget(config: Config, spec: ModelSpec, budget: Budget | None, *, device_type: str, text: str) -> None:
@@ -133,34 +163,30 @@ def changed(config: Config, setting: str, value: Any) -> Config:
 
 
 def limits(config: Config, spec: ModelSpec, budget: Budget, *, device_type: str) -> list[Limit]:
-    """The most sequences at once, tokens of a micro-batch and new tokens that fit, one at a time."""
-    current = {
-        "rollout.max_num_seqs": (config.decode_slots, 1, config.rollout.prompts_per_step * config.rollout.group_size),
-        "train.token_budget": (
-            config.train.token_budget,
-            config.rollout.max_prompt_tokens + config.rollout.max_new_tokens,
-            1 << 20,
-        ),
-        "rollout.max_new_tokens": (
-            config.rollout.max_new_tokens,
-            1,
-            min(spec.max_positions, config.train.token_budget) - config.rollout.max_prompt_tokens,
-        ),
-    }
+    """The most sequences that have room at their longest at the same time, tokens of a micro-batch and new tokens that fit, one at a
+    time. For the last two, keys and values of one sequence are enough: others wait."""
+    open_kv = changed(config, "rollout.kv_cache_gb", "auto")
+    longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
+    answers = config.rollout.prompts_per_step * config.rollout.group_size
+    positions = min(spec.max_positions, config.train.token_budget) - config.rollout.max_prompt_tokens
 
-    def fits(setting: str) -> Callable[[int], bool]:
-        def test(value: int) -> bool:
-            try:
-                tried = changed(config, setting, value)
-            except ValidationError:
-                return False
-            return predict(tried, spec, device_type=device_type).peak <= budget.size
-
-        return test
+    def fits(setting: str, value: int) -> bool:
+        try:
+            tried = changed(open_kv, setting, value)
+        except ValidationError:
+            return False
+        if setting != "rollout.max_num_seqs" and device_type == "cuda":
+            one = -(-wanted_kv_bytes(tried, spec, device_type, sequences=1) // 1000) / 1e6
+            tried = changed(tried, "rollout.kv_cache_gb", one)
+        return predict(tried, spec, device_type=device_type).peak <= budget.size
 
     return [
-        Limit(setting=setting, now=now, largest=largest_that(fits(setting), low, high))
-        for setting, (now, low, high) in current.items()
+        Limit(setting=setting, now=now, largest=largest_that(partial(fits, setting), low, high))
+        for setting, now, low, high in (
+            ("rollout.max_num_seqs", config.decode_slots, 1, answers),
+            ("train.token_budget", config.train.token_budget, longest, 1 << 20),
+            ("rollout.max_new_tokens", config.rollout.max_new_tokens, 1, positions),
+        )
     ]
 
 

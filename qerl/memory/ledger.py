@@ -12,10 +12,11 @@ adapters          float32 LoRA masters
 adapter_copies    the adapters in the compute type, as the kernels read them, where that is not float32
 masters           full mode: float32 copies of weights that are narrower
 optimizer         AdamW moments, two a trained parameter: float32, or 8 bits with a float32 scale a block of 256
+kv_cache          keys and values, where they are kept between rollouts (a GPU, ``rollout.keep_cache``)
 workspace         on a GPU: cuBLAS, and what the NVFP4 kernels share: partial sums, and room for the largest weight dequantized
 ================  =====================================================================================
 
-Owners of a phase: ``kv_cache`` (rollout: keys and values of all slots at full length) and ``noise`` (rollout), ``gradients`` (backward, optimizer: float32, one a trained parameter),
+Owners of a phase: ``kv_cache`` otherwise and ``noise`` (rollout), ``gradients`` (backward, optimizer: float32, one a trained parameter),
 ``activations`` (backward: what autograd keeps of one micro-batch), and ``working`` (any: the most that exists for a moment beside
 these). The phases are load, rollout, logprobs, backward, optimizer.
 
@@ -43,6 +44,8 @@ LOGITS_HELD = 3
 """Float32 copies of a chunk of logits that exist at once, in the trainer and in the sampler."""
 CHUNK_LOGITS = 1 << 24
 """Logits of a chunk (``kernels.token_logprobs``)."""
+PAGE_TOKENS = 64
+"""Tokens of a page of keys and values on a GPU (``rollout.engine``)."""
 PREFILL_TOKENS = 8192
 """Most prompt tokens of one prefill pass (``rollout.engine``)."""
 CAST_ELEMENTS = 1 << 25
@@ -53,7 +56,7 @@ CAST_ELEMENTS = 1 << 25
 class Ledger:
     """Predicted bytes."""
 
-    after_load: ClassVar[tuple[str, ...]] = ("optimizer", "masters")
+    after_load: ClassVar[tuple[str, ...]] = ("optimizer", "masters", "kv_cache")
     """Resident owners that do not exist yet while weights are loaded."""
     resident: Mapping[str, int]
     """Owner -> bytes that are there in every phase."""
@@ -103,6 +106,8 @@ def predict(config: Config, spec: ModelSpec, *, device_type: str) -> Ledger:
     adapters = sum(tensors.get("adapters", ()))
     trained = [size for part in tensors.values() for size in part]
     gradients = 4 * sum(trained)
+    kv_cache = {"kv_cache": kv_bytes(config, spec, device_type)}
+    kept = device_type == "cuda" and config.rollout.keep_cache != "off"
     resident = {
         "base_weights": shapes.weight_bytes(stored, itemsize) + biases * itemsize,
         "dense_cache": shapes.dense_cache_elements(config, spec, stored, device_type) * itemsize,
@@ -114,11 +119,12 @@ def predict(config: Config, spec: ModelSpec, *, device_type: str) -> Ledger:
         "masters": 4 * sum(tensors.get("weights", ())) if itemsize < 4 else 0,
         "optimizer": sum(shapes.moment_bytes(size, config.optim.name) for size in trained),
         "workspace": _workspace(stored) if device_type == "cuda" else 0,
+        **(kv_cache if kept else {}),
     }
     phases: dict[str, dict[str, int]] = {
         "load": {"working": _loading(config, spec, itemsize)},
         "rollout": {
-            "kv_cache": _kv_cache(config, spec, itemsize),
+            **({} if kept else kv_cache),
             "noise": _rollout_noise(config, spec),
             "working": _sampling(config, spec, itemsize),
         },
@@ -146,10 +152,27 @@ def _workspace(stored: Sequence[StoredGroup]) -> int:
     return CUDA_WORKSPACE + (KERNEL_WORKSPACE + 2 * max(tiled) if tiled else 0)
 
 
-def _kv_cache(config: Config, spec: ModelSpec, itemsize: int) -> int:
-    """One slot more than is decoded at once: a prompt is computed there for the answers that share it."""
-    longest = config.rollout.max_prompt_tokens + max(config.rollout.max_new_tokens, config.eval.max_new_tokens or 0)
-    return 2 * spec.num_layers * (config.decode_slots + 1) * longest * spec.kv_size * itemsize
+def kv_bytes(config: Config, spec: ModelSpec, device_type: str) -> int:
+    """Bytes of keys and values: of all sequences at their longest, or as many as ``rollout.kv_cache_gb`` allows on a GPU."""
+    wanted = wanted_kv_bytes(config, spec, device_type)
+    if config.rollout.kv_cache_gb == "auto" or device_type != "cuda":
+        return wanted
+    return min(wanted, int(config.rollout.kv_cache_gb * 1e9))
+
+
+def wanted_kv_bytes(config: Config, spec: ModelSpec, device_type: str, sequences: int | None = None) -> int:
+    """Bytes of keys and values of so many sequences (all that are decoded at once) at their longest.
+
+    On a GPU whole pages, with the prompt of a spare row, one page that belongs to nobody and two more; on the CPU one slot more than
+    there are sequences. The last token of an answer is never fed back.
+    """
+    token = 2 * spec.num_layers * spec.kv_size * ITEMSIZE[config.model.dtype]
+    prompt = config.rollout.max_prompt_tokens
+    longest = prompt + max(config.rollout.max_new_tokens, config.eval.max_new_tokens or 0) - 1
+    rows = config.decode_slots if sequences is None else sequences
+    if device_type != "cuda":
+        return (rows + 1) * longest * token
+    return (rows * -(-longest // PAGE_TOKENS) + prompt // PAGE_TOKENS + 3) * PAGE_TOKENS * token
 
 
 def _rollout_noise(config: Config, spec: ModelSpec) -> int:

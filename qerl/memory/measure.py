@@ -68,6 +68,12 @@ def device_bytes(device: torch.device) -> dict[str, int]:
     }
 
 
+def return_unused(device: torch.device) -> None:
+    """Give memory that no tensor uses back to the device, so that it can be had in other pieces."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
 @dataclass(slots=True)
 class PhasePeaks:
     """Peaks of a CUDA device between the borders of phases; on the CPU nothing is known and nothing is kept.

@@ -10,12 +10,13 @@ from rich.table import Table
 from qerl import memory
 from qerl.config.schema import Config
 from qerl.memory import GB, PHASES, Budget
+from qerl.memory.ledger import kv_bytes, wanted_kv_bytes
 from qerl.model.spec import ModelSpec
 from qerl.train.session import check_lengths, fit_lengths, require_model_path, resolve_device
 
 
 def settle_memory(config: Config) -> Config:
-    """The configuration with ``train.checkpointing=auto`` decided for its device.
+    """The configuration with what ``auto`` leaves to the plan decided for its device.
 
     Raises:
         MemoryBudgetError: the plan exceeds the budget (``train.memory_budget``, or the device's memory).
@@ -62,6 +63,7 @@ def memory_text(config: Config, spec: ModelSpec, budget: Budget | None, *, devic
     out = StringIO()
     console = Console(file=out, width=width, highlight=False)
     console.print(_ledger_table(ledger, device_type))
+    console.print(_cache_line(config, spec, device_type), markup=False)
     console.print(
         f"checkpointing {config.train.checkpointing}; peak: {ledger.peak_phase}, {ledger.peak / GB:.2f} GB",
         markup=False,
@@ -90,6 +92,20 @@ def _ledger_table(ledger: memory.Ledger, device_type: str) -> Table:
             table.add_row(name, *(_gb(size) if size else "·" for size in sizes))
     table.add_row("sum", *(_gb(ledger.total(phase)) for phase in PHASES), style="bold")
     return table
+
+
+def _cache_line(config: Config, spec: ModelSpec, device_type: str) -> str:
+    """Room for keys and values against what all sequences want at their longest."""
+    size, wanted = kv_bytes(config, spec, device_type), wanted_kv_bytes(config, spec, device_type)
+    line = f"keys and values: {size / GB:.2f} GB"
+    if size < wanted:
+        one = wanted_kv_bytes(config, spec, device_type, sequences=2) - wanted_kv_bytes(
+            config, spec, device_type, sequences=1
+        )
+        line += f" of {wanted / GB:.2f}: about {size // one} of {config.decode_slots} sequences at their longest; others wait"
+    if device_type == "cuda":
+        line += "; kept while training" if config.rollout.keep_cache != "off" else "; given back for training"
+    return line
 
 
 def _limits_table(limits: list[memory.Limit]) -> Table:

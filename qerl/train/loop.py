@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from qerl import memory
 from qerl.config.schema import Config
 from qerl.data.prompts import PromptSampler
 from qerl.eval.evaluate import EvalResult, evaluate
@@ -113,6 +114,9 @@ class Trainer:
         rollout, groups, batch = collected.rollout, collected.groups, collected.batch
         with timer.stage("noise"):
             assert_clean_scales(self.session.model, policy)
+        if config.rollout.keep_cache == "off":
+            self.session.engine.release()
+            memory.return_unused(self.session.device)
         with timer.stage("diagnostics"):
             measured = self.diagnostics.before_updates(rollout, groups, policy)
         values = advantages([[s.reward for s in group.scores] for group in batch], config.objective.advantage)

@@ -39,6 +39,8 @@ MAY_DIFFER = (
     "train.checkpointing",
     "train.activation_offloading",
     "train.memory_budget",
+    "rollout.kv_cache_gb",
+    "rollout.keep_cache",
 )
 """Settings that may change when a run is resumed; every other one is part of what the run means."""
 

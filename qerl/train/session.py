@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from qerl import memory
 from qerl.config.schema import Config
 from qerl.errors import ConfigError
 from qerl.kernels import dispatch
@@ -71,7 +72,14 @@ def open_session(
     )
     if adapter is not None:
         load_adapter(model, adapter)
-    engine = Engine(model, tokenizer, max_num_seqs=config.decode_slots, device=device)
+    cache = config.rollout.kv_cache_gb
+    engine = Engine(
+        model,
+        tokenizer,
+        max_num_seqs=config.decode_slots,
+        device=device,
+        kv_bytes=None if cache == "auto" else int(cache * memory.GB),
+    )
     return Session(config=config, model_path=model_path, model=model, tokenizer=tokenizer, engine=engine, device=device)
 
 

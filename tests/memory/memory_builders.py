@@ -49,8 +49,9 @@ GRPO_STEP = (
     "rollout.max_new_tokens=2048",
     "train.token_budget=8192",
     "train.checkpointing=full",
+    "rollout.keep_cache=off",
 )
-"""Eight answers of 2048 new tokens, micro-batches of 8k tokens, rank 32, everything recomputed."""
+"""Eight answers of 2048 new tokens, micro-batches of 8k tokens, rank 32, everything recomputed; phases share memory."""
 
 
 def configured(*settings):

@@ -11,6 +11,7 @@ from qerl import memory
 from qerl.cli import app
 from qerl.errors import ConfigError, MemoryBudgetError
 from qerl.memory.advice import changed, largest_that
+from qerl.memory.ledger import wanted_kv_bytes
 from qerl.train.fit import plan, settle_memory
 
 GB = 1e9
@@ -58,8 +59,41 @@ def test_auto_takes_the_first_way_of_checkpointing_that_fits():
     assert chosen(peaks["none"] - 0.01) == "selective"
     assert chosen(peaks["selective"] - 0.01) == "full"
     assert chosen(1.0) == "full"
-    fixed = configured(*settings, "train.checkpointing=none")
+    fixed = configured(*settings, "train.checkpointing=none", "rollout.kv_cache_gb=1")
     assert memory.resolve(fixed, spec, budget(1.0), device_type="cuda") == fixed
+
+
+def test_keys_and_values_are_kept_then_given_back_then_cut_as_the_budget_shrinks():
+    settings = [s for s in GRPO_STEP if "keep_cache" not in s]
+    spec, config = qwen("14b"), configured(*settings, "rollout.prompts_per_step=4")
+    wanted = wanted_kv_bytes(config, spec, "cuda") / GB
+    returned = memory.predict(changed(config, "rollout.keep_cache", "off"), spec, device_type="cuda")
+
+    def resolved(gigabytes):
+        bound = budget(gigabytes)
+        chosen = memory.resolve(config, spec, bound, device_type="cuda")
+        ledger = memory.predict(chosen, spec, device_type="cuda")
+        return chosen.rollout, ledger, ledger.peak <= bound.size
+
+    roomy, _, fits = resolved(80)
+    assert (roomy.keep_cache, roomy.kv_cache_gb, fits) == ("on", "auto", True)
+    all_kept = memory.predict(changed(config, "rollout.keep_cache", "on"), spec, device_type="cuda").peak / GB
+    cut, ledger, fits = resolved(all_kept - 0.5)
+    assert fits and cut.keep_cache == "on" and cut.kv_cache_gb == pytest.approx(wanted - 0.5, abs=1e-3)
+    assert ledger.peak == pytest.approx((all_kept - 0.5) * GB, abs=2e3), "the budget is used"
+    tight, ledger, fits = resolved(returned.total("backward") / GB + 0.1)
+    assert fits and tight.keep_cache == "off" and tight.kv_cache_gb < wanted
+    assert ledger.total("rollout") <= (returned.total("backward") / GB + 0.1) * GB
+    *_, fits = resolved(returned.total("backward") / GB - 0.5)
+    assert not fits
+    assert memory.resolve(config, spec, None, device_type="cuda").rollout.keep_cache == "on"
+
+
+def test_what_the_user_fixed_stays():
+    spec, bound = qwen("14b"), budget(22)
+    fixed = configured(*GRPO_STEP, "rollout.keep_cache=on", "rollout.kv_cache_gb=1.5")
+    rollout = memory.resolve(fixed, spec, bound, device_type="cuda").rollout
+    assert (rollout.keep_cache, rollout.kv_cache_gb) == ("on", 1.5)
 
 
 @pytest.mark.parametrize("gigabytes", [16, 24, 44])
@@ -67,7 +101,11 @@ def test_limits_are_the_largest_that_fit_and_one_more_does_not(gigabytes):
     spec, config, bound = qwen("7b"), configured(*GRPO_STEP, "rollout.prompts_per_step=16"), budget(gigabytes)
 
     def peak(setting, value):
-        return memory.predict(changed(config, setting, value), spec, device_type="cuda").peak
+        tried = changed(config, setting, value)
+        if setting != "rollout.max_num_seqs":
+            one = wanted_kv_bytes(tried, spec, "cuda", sequences=1) / GB + 1e-6
+            tried = changed(tried, "rollout.kv_cache_gb", one)
+        return memory.predict(tried, spec, device_type="cuda").peak
 
     for limit in memory.limits(config, spec, bound, device_type="cuda"):
         if limit.largest is None:

@@ -30,7 +30,8 @@ def test_owners_are_what_hand_arithmetic_gives(size, linears, vocabulary, kv_tok
     assert ledger.resident["adapters"] == pytest.approx(4 * adapters, rel=1e-3)
     assert ledger.resident["adapter_copies"] == pytest.approx(2 * adapters, rel=1e-3)
     assert ledger.resident["optimizer"] == pytest.approx(8 * adapters, rel=5e-3)
-    assert ledger.phases["rollout"]["kv_cache"] == 9 * (128 + 2048) * kv_token
+    # 34 pages of 64 tokens each, the spare row's prompt, and three more.
+    assert ledger.phases["rollout"]["kv_cache"] == (8 * 34 + 2 + 3) * 64 * kv_token
 
 
 def test_rank_32_on_a_square_matrix_of_4096_is_262144_parameters():
@@ -46,7 +47,8 @@ def test_full_mode_costs_eighteen_bytes_a_weight_or_twelve():
     for name, expected in (("adamw", 18), ("adamw_8bit", 12)):
         config = configured("train.mode=full", "quant.format=bf16", f"optim.name={name}", "train.token_budget=2048")
         ledger = predict(config, spec, device_type="cuda")
-        total = sum(ledger.resident.values()) - ledger.resident["tables"] - ledger.resident["workspace"]
+        left_out = ("tables", "workspace", "kv_cache")
+        total = sum(size for owner, size in ledger.resident.items() if owner not in left_out)
         total += ledger.phases["backward"]["gradients"]
         assert total / weights == pytest.approx(expected, rel=0.01)
 
@@ -73,6 +75,23 @@ def test_a_pass_for_log_probs_exists_only_where_it_is_run():
         other = predict(configured(*GRPO_STEP, setting), spec, device_type="cuda")
         assert other.total("logprobs") > plain.total("logprobs")
     assert plain.phases["logprobs"]["working"] == 0
+
+
+def test_keys_and_values_that_are_kept_are_there_in_every_phase_but_loading():
+    spec = qwen("7b")
+    settings = [setting for setting in GRPO_STEP if "keep_cache" not in setting]
+    returned, kept = (
+        predict(configured(*GRPO_STEP), spec, device_type="cuda"),
+        predict(configured(*settings), spec, device_type="cuda"),
+    )
+    size = returned.phases["rollout"]["kv_cache"]
+    assert kept.resident["kv_cache"] == size
+    assert kept.total("backward") == returned.total("backward") + size
+    assert kept.total("rollout") == returned.total("rollout") and kept.total("load") == returned.total("load")
+    capped = predict(configured(*settings, "rollout.kv_cache_gb=0.5"), spec, device_type="cuda")
+    assert capped.resident["kv_cache"] == 500_000_000
+    roomy = predict(configured(*settings, "rollout.kv_cache_gb=50"), spec, device_type="cuda")
+    assert roomy.resident["kv_cache"] == size
 
 
 @pytest.mark.parametrize(
