@@ -37,12 +37,15 @@ class NoiseSpread:
 
     def line(self) -> str:
         """For people."""
-        draws = f"{len(self.accuracies)} draws" if len(self.accuracies) > 1 else "1 draw"
         low, high = min(self.accuracies), max(self.accuracies)
+        several = (
+            f" over {len(self.accuracies)} draws ({low:.1%} to {high:.1%}, standard deviation {100 * self.spread:.1f} points)"
+            if len(self.accuracies) > 1
+            else ""
+        )
         difference = self.against_clean
         return (
-            f"{self.suite}, {self.policy} with noise (sigma {self.sigma:.3g}): {self.mean:.1%} over {draws} "
-            f"({low:.1%} to {high:.1%}, standard deviation {100 * self.spread:.1f} points); noisy - clean "
+            f"{self.suite}, {self.policy} with noise (sigma {self.sigma:.3g}): {self.mean:.1%}{several}; noisy - clean "
             f"{100 * difference.difference:+.1f} points [{100 * difference.low:+.1f}, {100 * difference.high:+.1f}]"
         )
 
