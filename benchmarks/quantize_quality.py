@@ -1,8 +1,8 @@
 """What formats and methods cost a model: KL to the plain model, perplexity and entropy, for each pair of them.
 
-    python benchmarks/quantize_quality.py MODEL --data answers.parquet gold.jsonl --calibration calib.jsonl
+    python benchmarks/quantize_quality.py MODEL --data own=answers.parquet gold=gsm8k:test --calibration calib.jsonl
 
-All of it runs layer by layer, without writing checkpoints (NF4 has no checkpoint layout): for each pair, calibration text and the texts
+`--data LABEL=SOURCE` names a text by its label in the results. All of it runs layer by layer, without writing checkpoints (NF4 has no checkpoint layout): for each pair, calibration text and the texts
 to compare on pass through the layers as these are quantized; the plain model's states are computed once. Results go to
 results/quantize/MODEL-DTYPE.json after every pair, so an interrupted run keeps what it has, and --resume adds what is missing.
 """
@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -35,7 +37,11 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="model folder, or NAME under $QERL_MODELS")
     parser.add_argument(
-        "--data", nargs="+", required=True, help="texts to compare on: JSONL, NAME:SPLIT, or a rollout's parquet"
+        "--data",
+        nargs="+",
+        required=True,
+        metavar="[LABEL=]SOURCE",
+        help="texts to compare on: JSONL, NAME:SPLIT, or a rollout's parquet",
     )
     parser.add_argument("--count", type=int, default=64, help="rows of each")
     parser.add_argument("--length", type=int, default=2048, help="at most this many tokens of a row")
@@ -60,9 +66,30 @@ def texts(args: argparse.Namespace, tokenizer: Tokenizer) -> tuple[Text | None, 
             args.calibration, tokenizer, count=args.calibration_count, length=args.calibration_length, fields=fields
         )
     compared = {
-        name: report_text(name, tokenizer, count=args.count, length=args.length, fields=fields) for name in args.data
+        label: report_text(source, tokenizer, count=args.count, length=args.length, fields=fields)
+        for label, source in map(labeled, args.data)
     }
     return calibration, compared
+
+
+def without_sequences(figures: dict[str, Any]) -> dict[str, Any]:
+    """The means and counts alone: files of results stay small."""
+    return {key: value for key, value in figures.items() if key != "entropy_change_per_sequence"}
+
+
+def labeled(argument: str) -> tuple[str, str]:
+    """(label, source) of one `--data` argument; the source is its own label when there is none."""
+    label, separator, source = argument.partition("=")
+    return (label, source) if separator else (argument, argument)
+
+
+def public(text: Text | None) -> dict[str, Any] | None:
+    """A text's record without the place on this machine."""
+    if text is None:
+        return None
+    return {key: value for key, value in text.record.items() if key != "location"} | {
+        "source": Path(str(text.record["source"])).name
+    }
 
 
 class Bench:
@@ -93,10 +120,8 @@ class Bench:
             assert self.calibration is not None
             calibration = pipeline.stream(self.calibration.sequences)
         tensors: dict[str, TensorQuality] = {}
-        searches = []
         for layer in pipeline.layers(calibration, quantized=list(streams.values())):
             tensors |= layer.quality
-            searches.append(layer.searches)
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         seconds = time.perf_counter() - started
@@ -106,10 +131,9 @@ class Bench:
             "seconds": seconds,
             "weights": summary(tensors),
             "models": {
-                name: compare(self.plain[name], stream, self.compared[name].sequences, self.head)
+                name: without_sequences(compare(self.plain[name], stream, self.compared[name].sequences, self.head))
                 for name, stream in streams.items()
             },
-            "searches": searches,
         }
 
 
@@ -154,13 +178,14 @@ def main() -> None:
                 "model": bench.source.folder.name,
                 "device": torch.cuda.get_device_name() if bench.device.type == "cuda" else "cpu",
                 "dtype": args.dtype,
-                "calibration": None if bench.calibration is None else bench.calibration.record,
-                "compared_on": {name: text.record for name, text in bench.compared.items()},
+                "command": shlex.join(["python", "benchmarks/quantize_quality.py", *sys.argv[1:]]),
+                "calibration": public(bench.calibration),
+                "compared_on": {name: public(text) for name, text in bench.compared.items()},
                 "results": results,
             }
             file.write_text(json.dumps(content, indent=1) + "\n")
-            print(table(results[-1:], args.data), flush=True)
-    print(table(results, args.data))
+            print(table(results[-1:], list(bench.compared)), flush=True)
+    print(table(results, list(bench.compared)))
     print(f"\n{file}")
 
 
