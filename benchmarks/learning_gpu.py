@@ -41,8 +41,6 @@ SETTINGS = (
     "eval.before=false",
     "eval.after=false",
     "eval.every=0",
-    # The reference kernels unpack 4-bit weights in every pass; a dense copy keeps a short run short.
-    "quant.dense_cache=on",
     "log.progress=plain",
 )
 SHOWN = (
