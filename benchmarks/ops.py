@@ -2,7 +2,7 @@
 
     python benchmarks/ops.py [--out results/kernels_ops.json]
 
-Shapes are Qwen2.5-7B's (hidden 3584, MLP 18944, 28 and 4 heads of 128, vocabulary 152064). Everything is timed inside captured
+Shapes are Qwen2.5-7B's (hidden 3584, MLP 18944, 28 and 4 heads of 128, vocabulary 152064). Everything but the quantizer is timed inside captured
 graphs, so that no time of the host counts: medians over replays, with the second and eighth decile. Inputs of the training rows
 are larger than the cache; those of a decode step are warm, as they are in a step. Floors come from a copy and a square matrix
 product in the same run.
@@ -25,6 +25,7 @@ from qerl.kernels import philox
 from qerl.kernels.activation import silu_mul
 from qerl.kernels.activation import triton as activation_triton
 from qerl.kernels.attention import flash, packed_attention
+from qerl.kernels.quantize import quantize
 from qerl.kernels.rms_norm import KeyedNoise, TableNoise, add_rms_norm
 from qerl.kernels.rms_norm import triton as rms_norm_triton
 from qerl.kernels.rope import HeadNorms, rope, rope_append
@@ -191,6 +192,25 @@ def log_probs(table: Table, tokens: int = 4096) -> None:
     table.add(f"token_logprobs {tokens}, reference", times, flops=product)
 
 
+def quantization(table: Table) -> None:
+    weight = normal(2 * MLP, HIDDEN)
+    moved = weight.numel() * (2 + 2 + 0.5625)
+    # The check for values that are not finite waits for the device, which a graph cannot do: events around eager calls.
+    for kernel in ("triton", "reference"):
+        times = []
+        for _ in range(12):
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            quantize(weight, "nvfp4", kernel=kernel)
+            end.record()
+            end.synchronize()
+            times.append(1e3 * begin.elapsed_time(end))
+        tenths = statistics.quantiles(times[2:], n=10)
+        table.add(
+            f"quantize nvfp4 [37888, 3584], {kernel}", [statistics.median(times[2:]), tenths[1], tenths[7]], moved=moved
+        )
+
+
 def attention(table: Table) -> None:
     """Equal lengths, where the reference pads nothing, and unequal ones of the same sum."""
     inputs = [normal(TOKENS, n, SIZE) for n in (HEADS, KV_HEADS, KV_HEADS)]
@@ -216,7 +236,7 @@ def main() -> None:
     torch.manual_seed(0)
     table = Table()
     table.measure_rates()
-    for part in (norms, activation_and_rotation, log_probs, attention):
+    for part in (norms, activation_and_rotation, log_probs, quantization, attention):
         part(table)
         if arguments.out:
             commit = subprocess.run(

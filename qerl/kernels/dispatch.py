@@ -60,6 +60,7 @@ _IMPLEMENTATIONS: dict[str, tuple[Implementation, ...]] = {
     "rope": (_triton("rope"), _reference("rope")),
     "sampling": (_triton("sampling"), _reference("sampling")),
     "philox": (_triton("philox"), _reference("philox")),
+    "quantize": (_triton("quantize"), _reference("quantize")),
 }
 
 OPERATIONS = tuple(_IMPLEMENTATIONS)

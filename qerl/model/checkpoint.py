@@ -21,6 +21,7 @@ from qerl.config.schema import LoraConfig, QuantConfig
 from qerl.errors import CheckpointError, ConfigError, nearest
 from qerl.formats import PackedWeight, WeightFormat, dequantize, get_format
 from qerl.formats.e2m1_blocks import E2m1Format
+from qerl.kernels.quantize import quantize
 from qerl.model.adapter_files import adapter_lora_config, load_adapter, save_adapter
 from qerl.model.decoder import Decoder, DecoderLayer
 from qerl.model.hashes import adapter_hash, base_hash, norm_hash
@@ -186,7 +187,8 @@ class _Loader:
         weight = self.source.read(EMBEDDING if tied else HEAD, self.device)
         fmt = get_format(chosen)
         method = self.quant.method if self.quant.method in fmt.methods else "rtn"
-        return fmt.for_device(fmt.quantize(weight, method=method, rounding=self.quant.rounding, name="lm_head"))
+        packed = quantize(weight, chosen, method=method, rounding=self.quant.rounding, name="lm_head")
+        return fmt.for_device(packed)
 
     def norm(self, name: str) -> Tensor:
         return self.source.read(name, self.device).to(torch.float32, copy=True)
@@ -231,8 +233,9 @@ class _Loader:
         dense_OI = torch.cat([self.source.read(f"model.{name}.weight", self.device) for name in names])
         if format_name == "bf16":
             dense_OI = dense_OI.to(self.dtype)
-        return fmt.quantize(
+        return quantize(
             dense_OI,
+            format_name,
             method=self.quant.method,
             rounding=self.quant.rounding,
             segments=shape.sizes,

@@ -2,11 +2,13 @@
 
 import pytest
 import torch
+from hard_tensors import CASES
 from op_cases import STREAM, head_norms, keyed, noises, random, rotation
 
 from qerl.kernels import philox
 from qerl.kernels.activation import silu_mul
 from qerl.kernels.attention import packed_attention
+from qerl.kernels.quantize import quantize
 from qerl.kernels.rms_norm import add_rms_norm, noise_values, rms_norm
 from qerl.kernels.rope import HeadNorms, rope, rope_append
 from qerl.kernels.token_logprobs import token_logprobs
@@ -238,6 +240,14 @@ def test_log_probs_hold_a_few_tiles_and_no_more():
     peak = torch.cuda.max_memory_allocated() - before
     print(f"peak {peak / 2**20:.0f} MiB for {8192 * 65536 * 4 / 2**20:.0f} MiB of logits")
     assert peak < 120 * 2**20
+
+
+@pytest.mark.parametrize("make", [*CASES.values(), lambda: 1e-38 * random(16, 40), lambda: random(1000, 3584)])
+def test_quantized_weights_have_the_bytes_of_the_format(make):
+    for weight in (make().to(DEVICE), make().to(DEVICE, torch.bfloat16)):
+        found, expected = (quantize(weight, "nvfp4", kernel=kernel) for kernel in ("auto", "reference"))
+        for name, tensor in expected.tensors.items():
+            assert torch.equal(found.tensors[name].view(torch.uint8), tensor.view(torch.uint8)), name
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(28, 4, 128), (14, 2, 64), (8, 8, 96)])

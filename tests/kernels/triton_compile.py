@@ -15,6 +15,7 @@ from triton.runtime.jit import JITFunction
 
 from qerl.kernels.activation import triton as activation
 from qerl.kernels.philox import triton as philox
+from qerl.kernels.quantize import triton as quantize
 from qerl.kernels.rms_norm import KeyedNoise, TableNoise
 from qerl.kernels.rms_norm import triton as rms_norm
 from qerl.kernels.rope import HeadNorms
@@ -86,6 +87,8 @@ def calls() -> None:
     for noise in forms:
         _, _, inverse = rms_norm.add_forward(x, x, weight, 1e-6, noise)
         rms_norm.backward(x, x, weight, inverse, noise, x, needs_weight=noise is not None)
+    for inputs in (256, 40):
+        quantize.quantize(torch.ones(8, inputs).bfloat16(), "nvfp4", "rtn", "ct", None, "weight")
     philox.normal_rows((1, 2), width, rows, 3, 4)
     philox.uniform_at((1, 2), (rows, rows, rows, rows))
     activation.backward(activation.forward(x), x)
