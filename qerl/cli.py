@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,7 +19,6 @@ from rich.markup import escape
 from typer.core import TyperGroup
 
 from qerl.errors import ConfigError, QerlError, RunStopped
-from qerl.metrics.files import check_writable
 from qerl.metrics.terminal import print_facts, progress_bar, stderr, warn
 from qerl.verbs.evaluation import evaluate
 from qerl.verbs.experiments import MATRIX_EXAMPLES, RESULTS_EXAMPLES, matrix, results
@@ -36,6 +34,7 @@ from qerl.verbs.options import (
     split_settings,
 )
 from qerl.verbs.planning import plan
+from qerl.verbs.reporting import REPORT_EXAMPLES, report
 from qerl.verbs.watching import watch
 
 INTERRUPTED = 130
@@ -57,10 +56,10 @@ EXAMPLES = {
     ),
     "rollout": ("runs/demo --data arithmetic:test --n 8 --limit 64 --out samples",),
     "quantize": ("demo --out demo-nvfp4", "Qwen2.5-3B-Instruct --method best --calibration text.jsonl --out 3B-NVFP4"),
+    "report": REPORT_EXAMPLES,
     "watch": ("runs/demo", "runs/demo --plain", "runs/demo --once"),
     "export": ("runs/demo --out served/adapter", "runs/demo --merge --weights trained --out served/model"),
     "plan": ("configs/demo.yaml", "configs/bigmath_32b_nvfp4_aqn.yaml --gpu 48GB train.token_budget=9216"),
-    "report": ("runs/demo --target 0.8", "configs/demo.yaml run.name=low-lr --out demo.html", "runs/nvfp4 runs/bf16"),
     "validate": ("configs/demo.yaml", "configs/demo.yaml data.train=gsm8k"),
     "env": ("", "configs/demo.yaml model.device=cpu"),
     "rescore": ("runs/demo --step 3", "runs/demo --rollout 2 --rows 0-7,12"),
@@ -219,39 +218,7 @@ def quantize(
     rich.print(table(quality))
 
 
-@app.command(epilog=_examples("report"))
-def report(
-    run: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="RUN [BASELINE] | [CONFIG.yaml] [key=value …]",
-            help="Run folder, finished or not, and another to state the speed-up over; or what the run was started with.",
-        ),
-    ],
-    out: Annotated[
-        Path | None, typer.Option(metavar="FILE.html", help="Where to write; default report.html in the run folder.")
-    ] = None,
-    target: Annotated[
-        float | None,
-        typer.Option(metavar="SHARE", min=0.0, max=1.0, help="Accuracy set beforehand, as 0.45: when was it reached?"),
-    ] = None,
-) -> None:
-    """Write one self-contained HTML page about a run; with a second run, state the speed-up over it."""
-    if out is not None:
-        check_writable(out)
-    folder, baseline = _run_folders(run)
-    comparison = None
-    if baseline is not None:
-        from qerl.report.collect import read_run
-        from qerl.report.speedup import compare_speed, comparison_rows
-
-        comparison = compare_speed(read_run(folder, samples=False), read_run(baseline, samples=False))
-        print_facts(dict(comparison_rows(comparison)))
-    from qerl.report.html import write_report
-
-    print_facts({"report": write_report(folder, out, target=target, baseline=comparison)})
-
-
+app.command(epilog=_examples("report"))(report)
 app.command(epilog=_examples("watch"))(watch)
 app.command(epilog=_examples("export"))(export)
 app.command(epilog=_examples("plan"))(plan)
@@ -336,20 +303,3 @@ def main() -> None:
     # Threads that wait by spinning stall one another for seconds when the machine has other work; torch reads this at import.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     app()
-
-
-def _run_folders(arguments: Sequence[str]) -> tuple[Path, Path | None]:
-    """The run folder that is named, or that a configuration and settings name; and one to compare it with."""
-    names = [item for item in arguments if "=" not in item]
-    if names and not names[0].endswith((".yaml", ".yml")):
-        if len(names) != len(arguments) or len(names) > 2:
-            raise ConfigError(
-                "a run folder takes no settings",
-                got=" ".join(arguments[1:]),
-                expected="nothing, or one run to compare with",
-            )
-        return Path(names[0]), Path(names[1]) if len(names) == 2 else None
-    from qerl.config.load import load_config
-
-    config = load_config(*split_settings(arguments))
-    return Path(config.run.dir) / config.run.name, None

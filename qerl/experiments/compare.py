@@ -3,34 +3,44 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean, median
 from typing import Any
 
-from qerl.eval.intervals import mcnemar_exact, paired_difference
 from qerl.experiments.folders import Collection
-from qerl.experiments.statistics import censored_median, pareto_front, t_interval
+from qerl.experiments.pairs import CONFIDENCE, Cell, known_pairs, pair_rows, spread
+from qerl.experiments.statistics import censored_median, pareto_front
 from qerl.experiments.summary import shares_of
-from qerl.experiments.time_to_target import COSTS, time_to_target
-from qerl.report.comparison import ArmRow, ChangedRow, Comparison, Curve, PairRow, SeedRow, SeedTest, Spread, TargetRow
+from qerl.experiments.time_to_target import COSTS, device_seconds, time_to_target
+from qerl.report.comparison import ArmRow, ChangedRow, Comparison, Curve, SeedRow, Spread, TargetRow
 from qerl.report.text import flatten, plain
 
-CONFIDENCE = 0.95
 SURROUNDINGS = ("train.seed", "run.", "log.", "train.save", "train.keep", "model.device", "diagnostics.probe")
 """Settings that do not make an arm."""
-ENDED = ("finished", "trained", "failed", "interrupted")
+WHOLE = ("finished", "trained")
+"""States of runs that made all their steps."""
+ENDED = (*WHOLE, "failed")
+"""States of runs that will not go on."""
 
-Cell = Mapping[str, Any]
 
+def compare_cells(collection: Collection, *, target: float | None = None) -> list[Comparison]:
+    """One comparison for every matrix and phase, and one for all runs that belong to no matrix: protocols do not mix.
 
-def compare_cells(collection: Collection) -> list[Comparison]:
-    """One comparison for every matrix and phase, and one for all runs that belong to no matrix: protocols do not mix."""
+    Args:
+        collection: what is compared.
+        target: accuracy set beforehand, for runs that belong to no matrix.
+    """
     groups: dict[tuple[str | None, str], list[Cell]] = {}
     for cell in collection.cells:
         groups.setdefault((cell.get("matrix"), cell.get("phase", "run")), []).append(cell)
     order = {"final": 0, "run": 1, "tune": 2}
     keys = sorted(groups, key=lambda key: order.get(key[1], 3))
-    return [_comparison(name, phase, groups[name, phase], collection.plans.get(name or "", {})) for name, phase in keys]
+    own = {"plan": {"target": {"accuracy": target}}} if target is not None else {}
+    return [
+        _comparison(name, phase, groups[name, phase], own if name is None else collection.plans.get(name, {}))
+        for name, phase in keys
+    ]
 
 
 def _comparison(name: str | None, phase: str, cells: Sequence[Cell], known: Mapping[str, Any]) -> Comparison:
@@ -53,10 +63,11 @@ def _comparison(name: str | None, phase: str, cells: Sequence[Cell], known: Mapp
         collapsed_below=below,
         on_gpu=on_gpu,
         arms=tuple(arms),
-        pairs=tuple(_pairs(by_arm, arms, known, phase)),
+        pairs=tuple(pair_rows(by_arm, arms, known, phase)),
         curves=_curves(by_arm, arms),
-        accuracy_curves=_accuracy_curves(by_arm, arms),
-        stage_seconds={arm.label: _mean_stages(by_arm[arm.key]) for arm in arms},
+        accuracy_curves=_accuracy_curves(by_arm, arms, lambda point: float(point["step"])),
+        accuracy_by_seconds=_accuracy_curves(by_arm, arms, device_seconds),
+        stage_seconds={arm.key: _mean_stages(by_arm[arm.key]) for arm in arms},
         changed=tuple(_changed(by_arm, arms)),
         choices=tuple(_choices(known)) if phase == "final" else (),
         notes=tuple(_notes(cells, with_config)),
@@ -86,7 +97,8 @@ def _own_settings(cell: Cell) -> dict[str, Any]:
 def _arm(key: str, cells: Sequence[Cell], target: Mapping[str, Any], below: float) -> ArmRow:
     seeds = tuple(_seed(cell, target, below) for cell in cells)
     ended = [row for row in seeds if row.state in ENDED]
-    seconds = [row.device_seconds for row in ended if row.device_seconds]
+    # A run that failed made fewer steps: its time is not that of the arm.
+    seconds = [row.device_seconds for row in ended if row.device_seconds and row.state in WHOLE]
     peaks = [row.peak_bytes for row in seeds if row.peak_bytes is not None]
     first = cells[0]
     axes = dict(first.get("axes") or {})
@@ -106,24 +118,22 @@ def _arm(key: str, cells: Sequence[Cell], target: Mapping[str, Any], below: floa
         device_seconds=math.fsum(seconds) / len(seconds) if seconds else None,
         peak_bytes=max(peaks, default=None),
         target=_targets(seeds) if target else {},
+        mixed=spread(_over_steps(cell, "groups/mixed", fmean) for cell in cells),
+        step_seconds=spread(_over_steps(cell, "time/step", median) for cell in cells),
         on_front=False,
         temperature=(first.get("matched") or {}).get("temperature"),
     )
 
 
-def spread(values: Iterable[float | None]) -> Spread | None:
-    """Values over seeds with their t-interval, missing ones left out; None when all are."""
-    known = tuple(value for value in values if value is not None)
-    if not known:
-        return None
-    found = t_interval(known, CONFIDENCE)
-    return Spread(values=known, mean=found.mean, low=found.low, high=found.high)
+def _over_steps(cell: Cell, key: str, average: Callable[[Sequence[float]], float]) -> float | None:
+    curve = cell["curves"].get(key)
+    return average(curve[1]) if curve else None
 
 
 def _seed(cell: Cell, target: Mapping[str, Any], below: float) -> SeedRow:
     points = list(cell["evaluations"])
     before = next((point["accuracy"] for point in points if point["step"] == 0), None)
-    ended = cell["state"] in ("finished", "trained") and bool(points)
+    ended = cell["state"] in WHOLE and bool(points)
     after = points[-1]["accuracy"] if ended and points[-1]["step"] > 0 else None
     failed = cell["state"] == "failed"
     fell = after is not None and before is not None and after < below * before
@@ -163,7 +173,7 @@ def _noise_effects(cells: Sequence[Cell]) -> dict[str, Spread]:
             noisy = cell["questions"].get(name)
             under_noise = (value.get("policy") or {}).get("noise") is not None
             if under_noise and clean and noisy and clean["ids"] == noisy["ids"]:
-                pairs = _known_pairs(shares_of(clean), shares_of(noisy))
+                pairs = known_pairs(shares_of(clean), shares_of(noisy))
                 found.setdefault(name, []).append(math.fsum(b - a for a, b in pairs) / len(pairs))
     return {name: part for name, values in found.items() if (part := spread(values)) is not None}
 
@@ -189,103 +199,29 @@ def _with_front(arms: Sequence[ArmRow]) -> list[ArmRow]:
     ]
 
 
-def _pairs(
-    by_arm: Mapping[str, Sequence[Cell]], arms: Sequence[ArmRow], known: Mapping[str, Any], phase: str
-) -> list[PairRow]:
-    """The comparisons the matrix states; without one, every arm against the first."""
-    detectable = {(row["first"], row["second"]): row["difference"] for row in known.get("detectable", ())}
-    names = {arm.key: str(by_arm[arm.key][0].get("arm") or arm.key) for arm in arms}
-    if phase == "tune" or len(arms) < 2:
-        return []
-    if detectable:
-        asked = [
-            (a, b)
-            for first, second in detectable
-            for a in arms
-            for b in arms
-            if names[a.key] == first and names[b.key] == second and (a.axes == b.axes or phase == "final")
-        ]
-    else:
-        asked = [(arms[0], arm) for arm in arms[1:]]
-    return [
-        pair_row(by_arm[a.key], by_arm[b.key], a, b, detectable.get((names[a.key], names[b.key]))) for a, b in asked
-    ]
-
-
-def pair_row(first: Sequence[Cell], second: Sequence[Cell], a: ArmRow, b: ArmRow, detectable: float | None) -> PairRow:
-    """Second minus first, over the seeds both have, and over the questions both answered."""
-    ends = [{row.seed: row.after for row in arm.seeds if row.after is not None} for arm in (a, b)]
-    shared = sorted(seed for seed in ends[0].keys() & ends[1].keys() if seed is not None)
-    rows = [[_after(cells, seed) for seed in shared] for cells in (first, second)]
-    same = bool(shared) and len({part["ids"] if part else None for parts in rows for part in parts}) == 1
-    difference = low = high = None
-    tests: list[SeedTest] = []
-    count = 0
-    if same and rows[0][0] is not None:
-        shares = [[shares_of(part) for part in parts if part is not None] for parts in rows]
-        pairs = _known_pairs(_mean_shares(shares[0]), _mean_shares(shares[1]))
-        count = len(pairs)
-        difference, low, high = paired_difference([x for x, _ in pairs], [y for _, y in pairs], CONFIDENCE)
-        tests = [_test(seed, x, y) for seed, x, y in zip(shared, shares[0], shares[1], strict=True)]
-    return PairRow(
-        first=a.label,
-        second=b.label,
-        axes=b.axes,
-        over_seeds=spread((ends[1][seed] or 0.0) - (ends[0][seed] or 0.0) for seed in shared),
-        question_difference=difference,
-        question_low=low,
-        question_high=high,
-        questions=count,
-        tests=tuple(tests),
-        detectable=detectable,
-    )
-
-
-def _after(cells: Sequence[Cell], seed: int) -> Mapping[str, Any] | None:
-    found = next(cell for cell in cells if cell.get("seed") == seed)["questions"].get("after")
-    return None if found is None else dict(found)
-
-
-def _test(seed: int, first: Sequence[float | None], second: Sequence[float | None]) -> SeedTest:
-    pairs = _known_pairs(first, second)
-    gained = sum(x < 0.5 <= y for x, y in pairs)
-    lost = sum(y < 0.5 <= x for x, y in pairs)
-    return SeedTest(seed=seed, gained=gained, lost=lost, p_value=mcnemar_exact(lost, gained))
-
-
-def _known_pairs(first: Sequence[float | None], second: Sequence[float | None]) -> list[tuple[float, float]]:
-    return [(x, y) for x, y in zip(first, second, strict=True) if x is not None and y is not None]
-
-
-def _mean_shares(by_seed: Sequence[Sequence[float | None]]) -> list[float | None]:
-    """Mean over seeds of each question's share; None where a seed's answers could not be scored."""
-    columns = [[value for value in values if value is not None] for values in zip(*by_seed, strict=True)]
-    return [math.fsum(part) / len(part) if len(part) == len(by_seed) else None for part in columns]
-
-
 def _curves(by_arm: Mapping[str, Sequence[Cell]], arms: Sequence[ArmRow]) -> dict[str, tuple[Curve, ...]]:
     found: dict[str, list[Curve]] = {}
     for arm in arms:
         for cell in by_arm[arm.key]:
             for key, (steps, values) in cell["curves"].items():
                 found.setdefault(key, []).append(
-                    Curve(arm=arm.label, seed=cell.get("seed"), steps=tuple(steps), values=tuple(values))
+                    Curve(arm=arm.key, seed=cell.get("seed"), steps=tuple(steps), values=tuple(values))
                 )
     return {key: tuple(curves) for key, curves in found.items()}
 
 
-def _accuracy_curves(by_arm: Mapping[str, Sequence[Cell]], arms: Sequence[ArmRow]) -> tuple[Curve, ...]:
-    return tuple(
-        Curve(
-            arm=arm.label,
-            seed=cell.get("seed"),
-            steps=tuple(float(point["step"]) for point in cell["evaluations"]),
-            values=tuple(float(point["accuracy"]) for point in cell["evaluations"]),
-        )
-        for arm in arms
-        for cell in by_arm[arm.key]
-        if cell["evaluations"]
-    )
+def _accuracy_curves(
+    by_arm: Mapping[str, Sequence[Cell]], arms: Sequence[ArmRow], place: Callable[[Mapping[str, Any]], float | None]
+) -> tuple[Curve, ...]:
+    """Evaluations of every run over ``place``; those without one are left out."""
+    found = []
+    for arm in arms:
+        for cell in by_arm[arm.key]:
+            points = [(x, float(point["accuracy"])) for point in cell["evaluations"] if (x := place(point)) is not None]
+            if points:
+                steps, values = zip(*points, strict=True)
+                found.append(Curve(arm=arm.key, seed=cell.get("seed"), steps=steps, values=values))
+    return tuple(found)
 
 
 def _mean_stages(cells: Sequence[Cell]) -> dict[str, float]:

@@ -22,7 +22,7 @@ from qerl.model.spec import ModelSpec
 from qerl.train.fit import settle_memory
 from qerl.train.plan import describe
 from qerl.train.resume import check_same_config
-from qerl.train.session import require_model_path
+from qerl.train.session import fit_lengths, require_model_path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,10 +69,21 @@ def open_plan(path: Path, settings: Sequence[str], out: Path | None) -> Plan:
         choices={arm: choice["axes"] for arm, choice in known["choices"].items() if choice["axes"] is not None},
         temperatures={group: found["temperature"] for group, found in known["matched"].items()},
     )
-    checked = tuple(cell if cell.config is None else replace(cell, problem=_problem(cell)) for cell in cells)
+    checked = tuple(map(_checked, cells))
     plan = Plan(path=path, settings=tuple(settings), matrix=matrix, out=folder, cells=checked, manifest=manifest)
     _check_begun(plan)
     return plan
+
+
+def _checked(cell: Cell) -> Cell:
+    """The cell with what is wrong with it, or with the lengths that its run will have."""
+    if cell.config is None:
+        return cell
+    problem = _problem(cell)
+    if problem is not None:
+        return replace(cell, problem=problem)
+    spec = ModelSpec.from_folder(require_model_path(cell.config))
+    return replace(cell, config=fit_lengths(cell.config, spec)[0])
 
 
 def _problem(cell: Cell) -> str | None:
@@ -82,7 +93,7 @@ def _problem(cell: Cell) -> str | None:
     try:
         describe(config)
         spec = ModelSpec.from_folder(require_model_path(config))
-        settle_memory(config)
+        settle_memory(fit_lengths(config, spec)[0])
         if config.aqn.enabled:
             places(config.aqn.sites, config.aqn.sharing, spec)
         for source, split in ((config.data.train, "train"), (config.data.eval, "test")):
@@ -112,8 +123,11 @@ def _check_begun(plan: Plan) -> None:
         run = plan.run(cell)
         if cell.config is None or cell.pending or not run.config_path.exists():
             continue
+        begun = load_config(run.config_path, [])
         try:
-            check_same_config(load_config(run.config_path, []), cell.config)
+            check_same_config(begun, cell.config)
+            if begun.train.steps != cell.config.train.steps:
+                raise ConfigError("steps", got=f"train.steps: {begun.train.steps} -> {cell.config.train.steps}")
         except ConfigError as error:
             raise ConfigError(
                 f"cell {cell.name} was begun with other settings",

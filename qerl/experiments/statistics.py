@@ -19,7 +19,7 @@ class MeanInterval:
 
     mean: float
     low: float | None
-    """None with fewer than two values: one seed has no spread."""
+    """None where nothing is known of the spread: one value, or values that are all equal."""
     high: float | None
     sd: float | None
     """Sample standard deviation."""
@@ -37,6 +37,9 @@ def t_interval(values: Sequence[float], confidence: float = 0.95) -> MeanInterva
     if len(values) < 2:
         return MeanInterval(mean=mean, low=None, high=None, sd=None, count=len(values))
     sd = stdev(values)
+    if sd == 0:
+        # Accuracies are counts of questions: equal ones say that the spread is too small to be seen, not that it is 0.
+        return MeanInterval(mean=mean, low=None, high=None, sd=sd, count=len(values))
     half = t_quantile(0.5 + confidence / 2, len(values) - 1) * sd / math.sqrt(len(values))
     return MeanInterval(mean=mean, low=mean - half, high=mean + half, sd=sd, count=len(values))
 

@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
-    """A quantity over seeds: every value, their mean and its t-interval (None with one seed)."""
+    """A quantity over seeds: every value, their mean and its t-interval (None with one seed, or with equal values)."""
 
     values: tuple[float, ...]
     mean: float
@@ -69,10 +69,14 @@ class ArmRow:
     judged: int
     """Runs that have ended, well or not: what ``collapsed`` is out of."""
     device_seconds: float | None
-    """Mean over the runs that have ended."""
+    """Mean over the runs that made all their steps."""
     peak_bytes: float | None
     """Largest of all runs."""
     target: dict[str, TargetRow]
+    mixed: Spread | None
+    """Share of mixed groups, mean over each run's steps."""
+    step_seconds: Spread | None
+    """Median seconds of a step of each run."""
     on_front: bool
     """No other arm is as accurate, as fast and as small, and better in one of these."""
     temperature: float | None
@@ -113,7 +117,7 @@ class PairRow:
         if self.over_seeds is None:
             return "no seed in common"
         if self.over_seeds.low is None or self.over_seeds.high is None:
-            return "one seed: no interval"
+            return "no interval"
         if self.over_seeds.low > 0:
             return "higher"
         return "lower" if self.over_seeds.high < 0 else "not distinguishable"
@@ -124,6 +128,7 @@ class Curve:
     """A metric of one run."""
 
     arm: str
+    """Key of the arm."""
     seed: int | None
     steps: tuple[float, ...]
     values: tuple[float, ...]
@@ -158,8 +163,11 @@ class Comparison:
     pairs: tuple[PairRow, ...]
     curves: dict[str, tuple[Curve, ...]]
     accuracy_curves: tuple[Curve, ...]
+    """Evaluations by step."""
+    accuracy_by_seconds: tuple[Curve, ...]
+    """Evaluations by device-seconds of training."""
     stage_seconds: dict[str, dict[str, float]]
-    """Arm -> stage -> mean seconds over its runs."""
+    """Key of the arm -> stage -> mean seconds over its runs."""
     changed: tuple[ChangedRow, ...]
     choices: tuple[str, ...]
     """best_recipe: what each arm's trials chose, in words."""

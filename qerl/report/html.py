@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from qerl.errors import MissingDependencyError
 from qerl.metrics.catalogue import ALARMS
 from qerl.metrics.run_dir import RunDir
 from qerl.report import text
 from qerl.report.collect import Evaluation, RunData, changed_settings, difference, memory_owners, read_run, warnings_of
-from qerl.report.plot_parts import Panel
+from qerl.report.page import fill, import_renderers
 from qerl.report.plots import panels
 from qerl.report.plots_machine import STAGES
 from qerl.report.samples import OUTCOMES
@@ -65,62 +62,30 @@ def write_report(
 
 def render(run: RunData, *, target: float | None = None, baseline: Comparison | None = None) -> str:
     """The text of the page; ``target`` and ``baseline`` as in ``write_report``."""
-    jinja2, plotlyjs = _import_renderers()
+    import_renderers()
     shown = panels(run)
-    environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    return fill(
+        "page.html",
+        shown,
+        run=run,
+        sections=[(id, title, [p for p in shown if p.section == id]) for id, title in SECTIONS],
+        method=method_line(run),
+        headline=headline(run),
+        noisy=run.summary.get("noisy"),
+        cards=three_questions(run, target),
+        tiles=tiles(run),
+        warnings=warnings_of(run),
+        policy=evaluation_policy(run),
+        changed=changed_settings(run.config),
+        environment=text.flatten(run.env),
+        stage_rows=stage_rows(run),
+        token_rows=token_rows(run),
+        comparison_rows=[] if baseline is None else comparison_rows(baseline),
+        memory_rows=memory_owners(run),
+        peak_rows=peak_rows(run),
+        alarms=ALARMS,
+        outcomes=[name for name in OUTCOMES if any(name in part.counts for part in run.samples)],
     )
-    environment.globals.update(interval=text.interval)
-    environment.filters.update(percent=text.percent, points=text.points, plain=text.plain, size=text.size)
-    environment.filters.update(seconds=text.seconds, amount=text.count)
-    template = environment.from_string(_asset("page.html"))
-    return str(
-        template.render(
-            run=run,
-            style=_asset("page.css"),
-            script=_asset("page.js"),
-            plotlyjs=plotlyjs() if shown else "",
-            figures=figures_json(shown),
-            sections=[(id, title, [p for p in shown if p.section == id]) for id, title in SECTIONS],
-            method=method_line(run),
-            headline=headline(run),
-            noisy=run.summary.get("noisy"),
-            cards=three_questions(run, target),
-            tiles=tiles(run),
-            warnings=warnings_of(run),
-            policy=evaluation_policy(run),
-            changed=changed_settings(run.config),
-            environment=text.flatten(run.env),
-            stage_rows=stage_rows(run),
-            token_rows=token_rows(run),
-            comparison_rows=[] if baseline is None else comparison_rows(baseline),
-            memory_rows=memory_owners(run),
-            peak_rows=peak_rows(run),
-            alarms=ALARMS,
-            outcomes=[name for name in OUTCOMES if any(name in part.counts for part in run.samples)],
-        )
-    )
-
-
-def _import_renderers() -> tuple[Any, Any]:
-    try:
-        import jinja2
-        from plotly.offline import get_plotlyjs
-    except ImportError as error:
-        raise MissingDependencyError(
-            f"the report needs {error.name}, which is not installed", remedy="Run `pip install plotly jinja2`"
-        ) from error
-    return jinja2, get_plotlyjs
-
-
-def _asset(name: str) -> str:
-    return resources.files("qerl.report").joinpath("assets", name).read_text(encoding="utf-8")
-
-
-def figures_json(shown: list[Panel]) -> str:
-    """Figures by panel id, safe inside a script element."""
-    figures = {panel.id: panel.figure.to_plotly_json() for panel in shown}
-    return json.dumps(figures, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
 def method_line(run: RunData) -> list[str]:

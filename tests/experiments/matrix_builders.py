@@ -18,7 +18,7 @@ BASE: dict[str, Any] = {
     "optim": {"lr": 1e-3},
     "aqn": {"num_stages": 2},
     "train": {"steps": 3, "save_every": 1, "keep_checkpoints": 1, "save_adapter_every": 0},
-    "eval": {"every": 0},
+    "eval": {"every": 0, "noisy_draws": 0},
     "diagnostics": {"every": 10, "noise_draws": 2, "canary": False, "probe_prompts": 2, "probe_tokens": 16},
     "log": {"progress": "off", "completions": 0},
 }

@@ -126,6 +126,8 @@ def test_a_changed_matrix_does_not_mix_with_what_has_run(done):
     plan, _ = done
     with pytest.raises(ConfigError, match=r"begun with other settings.*lora\.rank: 2 -> 3"):
         open_plan(plan.path, ["lora.rank=3"], plan.out)
+    with pytest.raises(ConfigError, match=r"begun with other settings.*train\.steps: 3 -> 9"):
+        open_plan(plan.path, ["train.steps=9"], plan.out)
 
 
 def test_a_plan_is_listed_with_its_problems_and_what_it_can_detect(done):

@@ -56,6 +56,11 @@ def test_one_seed_has_no_interval():
     assert (found.mean, found.low, found.high, found.sd) == (0.4, None, None, None)
 
 
+def test_equal_values_claim_no_certainty():
+    found = t_interval([0.4, 0.4])
+    assert (found.mean, found.low, found.high, found.sd) == (0.4, None, None, 0.0)
+
+
 def test_intervals_cover_as_often_as_they_say():
     rng = random.Random(0)
     samples = [t_interval([rng.gauss(1, 2) for _ in range(3)], 0.9) for _ in range(1500)]

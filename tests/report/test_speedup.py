@@ -91,7 +91,7 @@ def test_a_baseline_that_did_not_run_gives_no_speed_up(run, baseline):
 def test_the_command_states_it_and_the_page_shows_it(tmp_path):
     for name in ("a", "b"):
         write_fake_run(tmp_path / name, steps=6)
-    result = CliRunner().invoke(app, ["report", str(tmp_path / "a"), str(tmp_path / "b")])
+    result = CliRunner().invoke(app, ["report", str(tmp_path / "a"), "--baseline", str(tmp_path / "b")])
     assert result.exit_code == 0, result.output
     assert "speed-up end to end" in result.output and "break-even" in result.output
     assert "Speed against another run" in (tmp_path / "a" / "report.html").read_text()

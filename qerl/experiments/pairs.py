@@ -1,0 +1,101 @@
+"""Two arms against each other: over the seeds both have, and over the questions both answered."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from qerl.eval.intervals import mcnemar_exact, paired_difference
+from qerl.experiments.statistics import t_interval
+from qerl.experiments.summary import shares_of
+from qerl.report.comparison import ArmRow, PairRow, SeedTest, Spread
+
+CONFIDENCE = 0.95
+
+Cell = Mapping[str, Any]
+"""A summary (``experiments.summary``)."""
+
+
+def spread(values: Iterable[float | None]) -> Spread | None:
+    """Values over seeds with their t-interval, missing ones left out; None when all are."""
+    known = tuple(value for value in values if value is not None)
+    if not known:
+        return None
+    found = t_interval(known, CONFIDENCE)
+    return Spread(values=known, mean=found.mean, low=found.low, high=found.high)
+
+
+def pair_rows(
+    by_arm: Mapping[str, Sequence[Cell]], arms: Sequence[ArmRow], known: Mapping[str, Any], phase: str
+) -> list[PairRow]:
+    """The comparisons the matrix states; without one, every arm against the first."""
+    detectable = {(row["first"], row["second"]): row["difference"] for row in known.get("detectable", ())}
+    names = {arm.key: str(by_arm[arm.key][0].get("arm") or arm.key) for arm in arms}
+    if phase == "tune" or len(arms) < 2:
+        return []
+    if detectable:
+        asked = [
+            (a, b)
+            for first, second in detectable
+            for a in arms
+            for b in arms
+            if names[a.key] == first and names[b.key] == second and (a.axes == b.axes or phase == "final")
+        ]
+    else:
+        asked = [(arms[0], arm) for arm in arms[1:]]
+    return [
+        pair_row(by_arm[a.key], by_arm[b.key], a, b, detectable.get((names[a.key], names[b.key]))) for a, b in asked
+    ]
+
+
+def pair_row(first: Sequence[Cell], second: Sequence[Cell], a: ArmRow, b: ArmRow, detectable: float | None) -> PairRow:
+    """Second minus first, over the seeds both have, and over the questions both answered."""
+    ends = [{row.seed: row.after for row in arm.seeds if row.after is not None} for arm in (a, b)]
+    shared = sorted(seed for seed in ends[0].keys() & ends[1].keys() if seed is not None)
+    rows = [[_after(cells, seed) for seed in shared] for cells in (first, second)]
+    same = bool(shared) and len({part["ids"] if part else None for parts in rows for part in parts}) == 1
+    difference = low = high = None
+    tests: list[SeedTest] = []
+    count = 0
+    if same and rows[0][0] is not None:
+        shares = [[shares_of(part) for part in parts if part is not None] for parts in rows]
+        pairs = known_pairs(_mean_shares(shares[0]), _mean_shares(shares[1]))
+        count = len(pairs)
+        difference, low, high = paired_difference([x for x, _ in pairs], [y for _, y in pairs], CONFIDENCE)
+        tests = [_test(seed, x, y) for seed, x, y in zip(shared, shares[0], shares[1], strict=True)]
+    return PairRow(
+        first=a.label,
+        second=b.label,
+        axes=b.axes,
+        over_seeds=spread((ends[1][seed] or 0.0) - (ends[0][seed] or 0.0) for seed in shared),
+        question_difference=difference,
+        question_low=low,
+        question_high=high,
+        questions=count,
+        tests=tuple(tests),
+        detectable=detectable,
+    )
+
+
+def _after(cells: Sequence[Cell], seed: int) -> Mapping[str, Any] | None:
+    found = next(cell for cell in cells if cell.get("seed") == seed)["questions"].get("after")
+    return None if found is None else dict(found)
+
+
+def _test(seed: int, first: Sequence[float | None], second: Sequence[float | None]) -> SeedTest:
+    pairs = known_pairs(first, second)
+    gained = sum(x < 0.5 <= y for x, y in pairs)
+    lost = sum(y < 0.5 <= x for x, y in pairs)
+    return SeedTest(seed=seed, gained=gained, lost=lost, p_value=mcnemar_exact(lost, gained))
+
+
+def known_pairs(first: Sequence[float | None], second: Sequence[float | None]) -> list[tuple[float, float]]:
+    """Shares of the questions that both could score."""
+    return [(x, y) for x, y in zip(first, second, strict=True) if x is not None and y is not None]
+
+
+def _mean_shares(by_seed: Sequence[Sequence[float | None]]) -> list[float | None]:
+    """Mean over seeds of each question's share; None where a seed's answers could not be scored."""
+    columns = [[value for value in values if value is not None] for values in zip(*by_seed, strict=True)]
+    return [math.fsum(part) / len(part) if len(part) == len(by_seed) else None for part in columns]

@@ -1,0 +1,179 @@
+"""The report of several runs: what it says, what it keeps apart, and that text of files stays text."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+from fake_cells import settings_of, write_fake_matrix
+from fake_run import write_fake_run
+from page_parser import Page
+from typer.testing import CliRunner
+
+from qerl.cli import app
+from qerl.experiments.compare import compare_cells
+from qerl.experiments.folders import Collection, read_cells
+from qerl.report.arms import render_arms, target_text
+from qerl.report.comparison import TargetRow
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    return write_fake_matrix(tmp_path_factory.mktemp("matrix"))
+
+
+@pytest.fixture(scope="module")
+def comparison(results):
+    (found,) = compare_cells(read_cells([results]))
+    return found
+
+
+@pytest.fixture(scope="module")
+def page(comparison):
+    return Page(render_arms([comparison]))
+
+
+def test_the_page_is_one_file_that_asks_nothing_of_a_network(comparison):
+    html = render_arms([comparison])
+    for tag, attributes in Page(html).attributes:
+        assert "src" not in attributes, tag
+        if tag in ("a", "link"):
+            assert attributes["href"].startswith(("#", "data:"))
+    assert len(re.findall(r"plotly\.js v\d", html)) == 1
+    ids = {attributes["id"] for _, attributes in Page(html).attributes if attributes.get("id")}
+    links = {attributes["href"][1:] for tag, attributes in Page(html).attributes if tag == "a"}
+    assert links <= ids
+
+
+def test_the_questions_that_were_asked_come_first_with_their_verdicts(page, comparison):
+    first, second, third = comparison.pairs
+    assert (first.second, first.first) == ("NVFP4 + AQN, absolute 5e-2 to 5e-4", "NVFP4 LoRA")
+    assert len(first.over_seeds.values) == 5 and len(second.over_seeds.values) == 3
+    words = page.text
+    assert words.index("What was asked") < words.index("Are fewer bytes moved")
+    assert "not distinguishable NVFP4 LoRA against BF16 LoRA" in words
+    assert third.verdict == "not distinguishable" and first.detectable == 0.02
+    assert "stated to be detectable: 2.0" in words
+
+
+def test_every_seed_is_drawn_and_each_figure_has_its_place(page, comparison):
+    places = [attributes["data-figure"] for _, attributes in page.attributes if "data-figure" in attributes]
+    assert sorted(places) == sorted(page.figures)
+    assert {
+        "t0-accuracy",
+        "t0-differences",
+        "t0-course",
+        "t0-seconds",
+        "t0-front",
+        "t0-stages",
+        "t0-groups-mixed",
+    } <= set(places)
+    traces = page.figures["t0-accuracy"]["data"]
+    dots = [trace for trace in traces if trace.get("marker", {}).get("symbol") == "circle"]
+    assert [len(trace["x"]) for trace in dots] == [3, 5, 5, 3, 1]
+    lines = [trace for trace in page.figures["t0-course"]["data"] if "mean" not in trace["hovertemplate"]]
+    assert len(lines) == 18
+
+
+def test_censored_times_are_bounds_and_reached_ones_are_medians(comparison):
+    by_label = {arm.label: arm for arm in comparison.arms}
+    slow = by_label["NVFP4, temperature matched to NVFP4 + AQN"].target["device_seconds"]
+    assert slow.value is None and slow.reached == 0 and slow.above > 100
+    fast = by_label["NVFP4 + AQN, absolute 5e-2 to 5e-4"].target["device_seconds"]
+    assert fast.reached == 5 and 80 < fast.value < 110
+    assert target_text(slow, "device_seconds").startswith("> 2 min")
+    assert target_text(TargetRow(value=None, above=None, reached=0, count=2), "tokens") == "not reached (0 of 2)"
+
+
+def test_failed_and_missing_cells_are_shown_and_counted(page, comparison):
+    nf4 = next(arm for arm in comparison.arms if arm.label == "NF4 LoRA")
+    assert [row.state for row in nf4.seeds] == ["finished", "failed", "waiting"]
+    assert (nf4.collapsed, nf4.judged) == (1, 2)
+    assert nf4.after.values == (nf4.seeds[0].after,)
+    assert "nf4-s1 is failed: TrainingError" in page.text
+    assert "Not finished, and so without a result: nf4-s2." in page.text
+    assert "not bit-exact: nvfp4-s2" in page.text
+
+
+def test_settings_that_differ_are_listed_by_arm(comparison):
+    changed = {row.key: row.values for row in comparison.changed}
+    assert changed["quant.format"] == ("bf16", "nvfp4", "nvfp4", "nvfp4", "nf4")
+    assert changed["rollout.temperature"] == (1.0, 1.0, 1.0, 1.21, 1.0)
+    assert "train.seed" not in changed and "run.name" not in changed
+
+
+def test_the_front_is_marked(comparison):
+    assert [arm.on_front for arm in comparison.arms] == [False, True, True, False, False]
+
+
+def test_two_protocols_never_share_a_table(results):
+    cells = read_cells([results]).cells
+    tuned = [
+        cell | {"matrix": "tuned", "protocol": "best_recipe", "phase": phase}
+        for cell in cells
+        for phase in ("tune", "final")
+    ]
+    comparisons = compare_cells(Collection(cells=(*cells, *tuned), plans={}))
+    assert [(c.title, c.phase) for c in comparisons] == [("tuned", "final"), ("example", "run"), ("tuned", "tune")]
+    page = Page(render_arms(comparisons))
+    tables = [attributes for _, attributes in page.attributes if attributes.get("data-table") == "arms"]
+    assert len(tables) == 3
+    assert "tuned: best recipe, trials" in page.text
+
+
+HOSTILE = " </script><script>alert(1)</script> {{ 7 * 7 }} <img src=x onerror=alert(2)> &"
+
+
+def test_names_and_messages_of_files_stay_text(tmp_path):
+    results = write_fake_matrix(tmp_path, hostile=HOSTILE)
+    page = Page(render_arms(compare_cells(read_cells([results]))))
+    assert len(page.scripts) == 3
+    assert not [tag for tag, _ in page.attributes if tag == "img"]
+    assert "{{ 7 * 7 }}" in page.text
+    labels = json.dumps(page.figures, ensure_ascii=False)
+    assert "<img" not in labels and "<script" not in labels
+
+
+def test_runs_that_belong_to_no_matrix_are_arms_by_their_settings(tmp_path):
+    for seed in (0, 1):
+        run = write_fake_run(tmp_path / f"a{seed}", steps=10, seed=seed)
+        text = run.config_path.read_text().replace("seed: 0", f"seed: {seed}")
+        run.write_text(run.config_path, text)
+    other = write_fake_run(tmp_path / "b", steps=10)
+    other.write_text(other.config_path, other.config_path.read_text().replace("lr: 0.0003", "lr: 0.001"))
+    crashed = write_fake_run(tmp_path / "c", steps=10, done=4, finished=False)
+    crashed.write_text(crashed.config_path, crashed.config_path.read_text().replace("lr: 0.0003", "lr: 0.01"))
+    out = tmp_path / "all.html"
+    names = [str(tmp_path / name) for name in ("a0", "a1", "b", "c")]
+    result = CliRunner().invoke(app, ["report", *names, "--out", str(out), "--target", "0.8"])
+    assert result.exit_code == 0, result.output
+    (found,) = compare_cells(read_cells([tmp_path / name for name in ("a0", "a1", "b", "c")]), target=0.8)
+    assert [[row.name for row in arm.seeds] for arm in found.arms] == [["a0", "a1"], ["b"], ["c"]]
+    assert {row.key for row in found.changed} == {"optim.lr"}
+    assert found.arms[0].target["samples"].reached == 2
+    assert found.arms[2].seeds[0].state == "running" and found.arms[2].after is None
+    assert "Runs side by side" in Page(out.read_text()).text
+
+
+def test_the_command_knows_runs_from_matrices(tmp_path, results):
+    run = write_fake_run(tmp_path / "one", steps=4)
+    for arguments, name in (
+        (["report", str(run.path)], run.report_path),
+        (["report", str(results)], results / "report.html"),
+    ):
+        result = CliRunner().invoke(app, arguments)
+        assert result.exit_code == 0, result.output
+        assert name.exists()
+    for arguments, words in (
+        (["report", str(run.path), str(results)], "needs a place"),
+        (["report", str(run.path), "optim.lr=1"], "take no settings"),
+        (["report", str(tmp_path / "none")], "no such run folder"),
+    ):
+        result = CliRunner().invoke(app, arguments)
+        assert result.exit_code == 2 and words in " ".join(result.stderr.split())
+
+
+def test_what_is_stored_of_a_cell_is_enough(results):
+    stored = settings_of(results, "nvfp4-s0")
+    assert len(stored["questions"]["after"]["right"]) == 400
