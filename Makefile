@@ -2,6 +2,7 @@
 # make test      lint, types and the whole CPU test suite
 # make check     lint and types alone
 # make test-gpu  tests that need a CUDA device
+# make bench     kernels, rollouts and training steps on a CUDA device
 # make docs      regenerate docs/config.md and docs/metrics.md
 #
 # Each target first makes .venv and installs into it, once for each state of pyproject.toml and constraints.txt.
@@ -21,7 +22,7 @@ endif
 
 CANDIDATES := python3 python3.13 python3.12 python3.11
 
-.PHONY: demo test check test-gpu docs
+.PHONY: demo test check test-gpu bench docs
 .DEFAULT_GOAL := test
 
 demo: $(RUNTIME)
@@ -38,6 +39,9 @@ check: $(DEV)
 
 test-gpu: $(DEV)
 	$(PY) -m pytest -m gpu
+
+bench: $(DEV)
+	for name in kernels rollout step; do $(PY) -m qerl bench $$name || exit 1; done
 
 docs: $(DEV)
 	$(PY) -m qerl.config.docs > docs/config.md.tmp && mv docs/config.md.tmp docs/config.md

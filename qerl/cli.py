@@ -20,6 +20,7 @@ from typer.core import TyperGroup
 
 from qerl.errors import ConfigError, QerlError, RunStopped
 from qerl.metrics.terminal import print_facts, progress_bar, stderr, warn
+from qerl.verbs.benching import bench
 from qerl.verbs.evaluation import evaluate
 from qerl.verbs.experiments import MATRIX_EXAMPLES, RESULTS_EXAMPLES, matrix, results
 from qerl.verbs.export import export
@@ -59,6 +60,7 @@ EXAMPLES = {
     "report": REPORT_EXAMPLES,
     "watch": ("runs/demo", "runs/demo --plain", "runs/demo --once"),
     "export": ("runs/demo --out served/adapter", "runs/demo --merge --weights trained --out served/model"),
+    "bench": ("step --out step.json", "kernels --help"),
     "plan": ("configs/demo.yaml", "configs/bigmath_32b_nvfp4_aqn.yaml --gpu 48GB train.token_budget=9216"),
     "validate": ("configs/demo.yaml", "configs/demo.yaml data.train=gsm8k"),
     "env": ("", "configs/demo.yaml model.device=cpu"),
@@ -222,6 +224,10 @@ app.command(epilog=_examples("report"))(report)
 app.command(epilog=_examples("watch"))(watch)
 app.command(epilog=_examples("export"))(export)
 app.command(epilog=_examples("plan"))(plan)
+app.command(
+    epilog=_examples("bench"),
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
+)(bench)
 
 
 @app.command(epilog=_examples("validate"))

@@ -41,9 +41,9 @@ CUDA_WORKSPACE = 70_000_000
 KERNEL_WORKSPACE = 1 << 23
 """Partial sums of the NVFP4 kernels (``kernels.fp4_linear.workspace``)."""
 LOGITS_HELD = 3
-"""Float32 copies of a chunk of logits that exist at once, in the trainer and in the sampler."""
-CHUNK_LOGITS = 1 << 24
-"""Logits of a chunk (``kernels.token_logprobs``)."""
+"""Float32 copies of the logits of a decode step that exist at once."""
+TILE_TOKENS, TILE_ROWS = 1024, 8192
+"""Tokens and rows of the head in a tile of logits, kept in float32 and as probabilities (``kernels.token_logprobs``)."""
 PAGE_TOKENS = 64
 """Tokens of a page of keys and values on a GPU (``rollout.engine``)."""
 PREFILL_TOKENS = 8192
@@ -217,16 +217,18 @@ def _unpacked(config: Config, spec: ModelSpec, itemsize: int) -> int:
 
 
 def _head_working(spec: ModelSpec, tokens: int, itemsize: int) -> int:
-    """Chunks of logits, and the answers' hidden states with their gradient."""
-    chunk = min(CHUNK_LOGITS, tokens * spec.vocab_size)
-    return LOGITS_HELD * 4 * chunk + 2 * tokens * spec.hidden_size * itemsize
+    """A tile of logits with its sums, and the gradients of the answers' hidden states, of the last norm's output and its input."""
+    tile = min(TILE_TOKENS, tokens)
+    sums = tile * (TILE_ROWS * (4 + itemsize) + 2 * 4 * spec.hidden_size)
+    return sums + 3 * tokens * spec.hidden_size * itemsize
 
 
-def kept_values(config: Config, spec: ModelSpec) -> int:
+def kept_values(config: Config, spec: ModelSpec, device_type: str) -> int:
     """Values a token that autograd keeps of one layer, in the compute type, by counting the tensors of ``model/decoder.py``.
 
-    Two streams and two normed inputs (4 D); q, k and v as projected, since v is a view of them (q + 2 kv), q and k rotated
-    (q + kv), attention's output (q); gate and up (2 F) and their product (F); in LoRA mode the shrunk inputs (rank a target).
+    Two streams and two normed inputs (4 D); q and k rotated and v (q + 2 kv), attention's output (q); gate and up (2 F) and their
+    product (F); in LoRA mode the shrunk inputs (rank a target). The projection of q, k and v (q + 2 kv) stays too where its heads are
+    normed, and on the CPU, where v is a view of it (so kv less).
     Independent noise draws need a normed input a projection (5 instead of 2). Selective checkpointing makes the normed inputs and the
     product again.
     """
@@ -235,12 +237,14 @@ def kept_values(config: Config, spec: ModelSpec) -> int:
     normed = (5 if independent else 2) * hidden
     again = normed + inner if config.train.checkpointing == "selective" else 0
     shrunk = config.lora.rank * len(config.lora.targets) if config.train.mode == "lora" else 0
-    return 2 * hidden + normed + 3 * q + 3 * kv + 3 * inner + shrunk - again
+    projected = q + 2 * kv if spec.qk_norm else 0
+    projected = q + kv if device_type == "cpu" else projected
+    return 2 * hidden + normed + 2 * q + 2 * kv + projected + 3 * inner + shrunk - again
 
 
 def _layer_bytes(config: Config, spec: ModelSpec, itemsize: int, device_type: str) -> int:
     """Bytes a token of one layer kept whole: values, a float32 a norm and a head; the CPU also keeps noise that differs by token."""
-    size = kept_values(config, spec) * itemsize + 4 * (2 + spec.num_heads)
+    size = kept_values(config, spec, device_type) * itemsize + 4 * (2 + spec.num_heads)
     differs = config.aqn.scope != "rollout" or config.aqn.prompt == "clean"
     if differs and device_type == "cpu":
         size += 4 * shapes.noise_width(config, spec) // spec.num_layers
@@ -249,13 +253,13 @@ def _layer_bytes(config: Config, spec: ModelSpec, itemsize: int, device_type: st
 
 def _activations(config: Config, spec: ModelSpec, itemsize: int, device_type: str) -> int:
     """Kept by one micro-batch: the layers, or the stream before each (one, where they wait on the host), and the last
-    norm's input, its output and the answers' share of it."""
+    norm's input, its output, and the answers' share of it with the gradient of the log-probs."""
     stream = spec.hidden_size * itemsize
     if config.train.checkpointing != "full":
         layers = spec.num_layers * _layer_bytes(config, spec, itemsize, device_type)
     else:
         layers = stream * (1 if config.train.activation_offloading else spec.num_layers)
-    return micro_batch_tokens(config) * (layers + 3 * stream)
+    return micro_batch_tokens(config) * (layers + 4 * stream)
 
 
 def _backward_working(config: Config, spec: ModelSpec, itemsize: int, device_type: str) -> int:

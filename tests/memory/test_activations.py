@@ -67,7 +67,7 @@ def test_kept_bytes_are_the_counted_values(folder, mode, checkpointing):
         assert kept == 4 * TOKENS * spec.hidden_size
         return
     # Beside the values: one number a norm and one a head (log-sum-exp), float32.
-    expected = 4 * TOKENS * (kept_values(config, spec) + 2 + spec.num_heads)
+    expected = 4 * TOKENS * (kept_values(config, spec, "cpu") + 2 + spec.num_heads)
     assert kept == pytest.approx(expected, rel=0.06)
 
 

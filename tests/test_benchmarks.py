@@ -1,0 +1,31 @@
+"""Benchmarks that run without a GPU in toy shapes, and the verb that starts them."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from typer.testing import CliRunner
+
+from qerl.cli import app
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def test_the_step_benchmark_runs_every_case_in_toy_shapes(tmp_path):
+    command = [sys.executable, "-m", "qerl", "bench", "step", "--tiny", "--out", str(tmp_path / "step.json")]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    content = json.loads((tmp_path / "step.json").read_text())
+    rows = content["rows"]
+    assert {"7B nvfp4", "7B bf16", "32B nvfp4 in 48 GB", "14B nvfp4 in 24 GB", "0.5B nvfp4"} <= rows.keys()
+    for name, row in rows.items():
+        assert row["backward"]["seconds"] > 0 and "skipped" not in row, name
+    assert rows["32B nvfp4 in 48 GB"]["rollout"]["answer_tokens"] >= 8
+    assert rows["32B nvfp4 in 48 GB"]["rollout_after_training"]["answer_tokens"] >= 8
+
+
+def test_a_benchmark_that_does_not_exist_is_refused_with_the_nearest_name():
+    result = CliRunner().invoke(app, ["bench", "stepp"])
+    assert result.exit_code == 2
+    assert "Did you mean step?" in result.stderr
