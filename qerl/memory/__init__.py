@@ -20,7 +20,7 @@ from qerl.memory.advice import (
     parse_size,
     resolve,
 )
-from qerl.memory.ledger import PHASES, Ledger, predict
+from qerl.memory.ledger import PHASES, Ledger, kv_bytes, predict
 from qerl.memory.measure import PhasePeaks, device_bytes, measure_resident, process_bytes, return_unused
 from qerl.memory.shapes import policy_bytes, trained_tensors, uses_dense_cache
 
@@ -35,6 +35,7 @@ __all__ = [
     "budget_of",
     "check_budget",
     "device_bytes",
+    "kv_bytes",
     "limits",
     "measure_resident",
     "options",

@@ -72,13 +72,14 @@ def open_session(
     )
     if adapter is not None:
         load_adapter(model, adapter)
-    cache = config.rollout.kv_cache_gb
+    # Without a plan (train.fit) the engine takes what it finds free.
+    planned = config.rollout.keep_cache != "auto" or config.rollout.kv_cache_gb != "auto"
     engine = Engine(
         model,
         tokenizer,
         max_num_seqs=config.decode_slots,
         device=device,
-        kv_bytes=None if cache == "auto" else int(cache * memory.GB),
+        kv_bytes=memory.kv_bytes(config, spec, device.type) if planned else None,
     )
     return Session(config=config, model_path=model_path, model=model, tokenizer=tokenizer, engine=engine, device=device)
 

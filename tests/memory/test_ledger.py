@@ -2,9 +2,12 @@
 
 import pytest
 from memory_builders import GRPO_STEP, configured, qwen
+from tiny_models import load_tiny, write_tiny
 
 from qerl.memory import PHASES, predict, trained_tensors
-from qerl.memory.ledger import micro_batch_tokens
+from qerl.memory.ledger import kv_bytes, micro_batch_tokens
+from qerl.records import Prompt, SamplingSpec
+from qerl.rollout.engine import Engine
 
 GB = 1e9
 
@@ -137,3 +140,29 @@ def test_a_micro_batch_is_no_larger_than_what_there_is_to_learn_from():
         "rollout.max_new_tokens=90", "optim.updates_per_rollout=2",
     )  # fmt: skip
     assert micro_batch_tokens(halves) == 200
+
+
+@pytest.mark.parametrize("settings", [(), ("rollout.max_prompt_tokens=100", "rollout.max_new_tokens=61")])
+def test_the_engine_makes_the_pages_that_are_predicted(tmp_path, settings):
+    """A paged cache, which a GPU has, on the CPU."""
+    write_tiny(tmp_path, "llama-plain", max_position_embeddings=256)
+    model = load_tiny(tmp_path)
+    config = configured(
+        "model.dtype=float32", "quant.format=bf16", "rollout.prompts_per_step=3", "rollout.group_size=2",
+        "rollout.max_prompt_tokens=20", "rollout.max_new_tokens=50", *settings,
+    )  # fmt: skip
+    predicted = kv_bytes(config, model.spec, "cuda")
+    engine = Engine(model, StandInTokenizer(), max_num_seqs=config.decode_slots, paged=True, kv_bytes=predicted)
+    prompt = Prompt(id="0", question="", answer="", text="", token_ids=(5,) * config.rollout.max_prompt_tokens)
+    sampling = SamplingSpec(temperature=1.0, max_new_tokens=config.rollout.max_new_tokens, seed=0, rollout=0)
+    _, stats = engine.generate([prompt] * 3, sampling, group_size=2)
+    assert stats["kv_bytes"] == predicted
+
+
+class StandInTokenizer:
+    """Ends no answer and gives no text."""
+
+    eos_ids = (-1,)
+
+    def decode(self, ids):
+        return ""
