@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qerl.kernels.activation import reference
+from qerl.kernels.sizes import ceil_div
 
 _BLOCK, _WARPS = 1024, 4
 
@@ -21,7 +22,7 @@ def forward(gate_up_TX: Tensor) -> Tensor:
     gate_up = gate_up_TX.reshape(-1, 2 * width).contiguous()
     result = torch.empty(*gate_up_TX.shape[:-1], width, dtype=gate_up.dtype, device=gate_up.device)
     if result.numel():
-        _forward[(len(gate_up), triton.cdiv(width, _BLOCK))](
+        _forward[(len(gate_up), ceil_div(width, _BLOCK))](
             gate_up, result, width, BLOCK=_BLOCK, num_warps=_WARPS, enable_fp_fusion=False
         )
     return result
@@ -35,7 +36,7 @@ def backward(grad_TF: Tensor, gate_up_TX: Tensor) -> Tensor:
     gate_up = gate_up_TX.reshape(-1, 2 * width).contiguous()
     result = torch.empty(gate_up_TX.shape, dtype=gate_up.dtype, device=gate_up.device)
     if result.numel():
-        _backward[(len(gate_up), triton.cdiv(width, _BLOCK))](
+        _backward[(len(gate_up), ceil_div(width, _BLOCK))](
             grad_TF.contiguous(), gate_up, result, width, BLOCK=_BLOCK, num_warps=_WARPS, enable_fp_fusion=False
         )
     return result

@@ -11,6 +11,7 @@ from triton.language.random import philox_impl
 
 from qerl.kernels.philox.device import normal_rows_tile, uniform_of
 from qerl.kernels.philox.reference import Key
+from qerl.kernels.sizes import ceil_div, power_of_2
 
 _BLOCK = 512
 
@@ -23,9 +24,9 @@ def normal_rows(key: Key, n: int, c1: Tensor | int, c2: Tensor | int, c3: Tensor
     rows = max(map(len, counters))
     result_Rn = torch.empty(rows, n, dtype=torch.float32, device=device)
     strides = [c.stride(0) if len(c) == rows and rows > 1 else 0 for c in counters]
-    block = min(_BLOCK, triton.next_power_of_2(max(n, 4)))
+    block = min(_BLOCK, power_of_2(max(n, 4)))
     if result_Rn.numel():
-        _normal_rows[(rows, triton.cdiv(n, block))](
+        _normal_rows[(rows, ceil_div(n, block))](
             key_2, *counters, *strides, result_Rn, n, BLOCK=block, num_warps=1, enable_fp_fusion=False
         )
     return result_Rn
@@ -37,7 +38,7 @@ def uniform_at(key: Key, counter: tuple[Tensor, ...]) -> Tensor:
     key_2 = _on_device(key, c0.device)
     result = torch.empty(c0.shape, dtype=torch.float32, device=key_2.device)
     if result.numel():
-        _uniform_at[(triton.cdiv(result.numel(), _BLOCK),)](
+        _uniform_at[(ceil_div(result.numel(), _BLOCK),)](
             key_2, c0, c1, c2, c3, result, result.numel(), BLOCK=_BLOCK, num_warps=4
         )
     return result

@@ -20,6 +20,7 @@ from qerl.formats import PackedWeight
 from qerl.formats.base import check_finite, check_weight
 from qerl.formats.nvfp4 import BLOCK, global_scale
 from qerl.kernels.quantize import reference
+from qerl.kernels.sizes import ceil_div
 
 _PROGRAM_BLOCKS, _PROGRAM_ELEMENTS = 256, 8192
 
@@ -34,7 +35,7 @@ def quantize(
     (d_out, d_in), device = weight_OI.shape, weight_OI.device
     weight_OI = weight_OI.contiguous()
     count = weight_OI.numel()
-    partial = torch.empty(triton.cdiv(count, _PROGRAM_ELEMENTS), dtype=torch.float32, device=device)
+    partial = torch.empty(ceil_div(count, _PROGRAM_ELEMENTS), dtype=torch.float32, device=device)
     _largest[(len(partial),)](weight_OI, partial, count, SIZE=_PROGRAM_ELEMENTS, num_warps=4)
     reach = partial.amax()
     check_finite(reach, name)
@@ -42,7 +43,7 @@ def quantize(
     blocks = -(-d_in // BLOCK)
     packed = torch.empty(d_out, blocks * BLOCK // 2, dtype=torch.uint8, device=device)
     scales = torch.empty(d_out, blocks, dtype=torch.uint8, device=device)
-    _quantize[(triton.cdiv(scales.numel(), _PROGRAM_BLOCKS),)](
+    _quantize[(ceil_div(scales.numel(), _PROGRAM_BLOCKS),)](
         weight_OI,
         divisor,
         packed,

@@ -8,6 +8,7 @@ Float64 input (tests) goes to the reference.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 from qerl.kernels.philox.device import normal_rows_tile
 from qerl.kernels.rms_norm import reference
 from qerl.kernels.rms_norm.noise import KeyedNoise, NormNoise, TableNoise, noise_values
+from qerl.kernels.sizes import ceil_div, power_of_2
 
 # Elements a warp: 16 bytes of bfloat16 a thread.
 _A_WARP = 256
@@ -73,9 +75,9 @@ def backward(
     x, grad = x_TD.reshape(-1, width).contiguous(), grad_TD.reshape(-1, width).contiguous()
     stream = None if grad_stream_TD is None else grad_stream_TD.reshape(-1, width).contiguous()
     rows_a_tile, block, warps = _tile(width)
-    tiles = triton.cdiv(len(x), rows_a_tile)
-    tiles_a_program = triton.cdiv(tiles, _PARTIAL_SUMS) if needs_weight else _tiles_a_program(tiles)
-    programs = triton.cdiv(tiles, tiles_a_program) if tiles else 0
+    tiles = ceil_div(len(x), rows_a_tile)
+    tiles_a_program = ceil_div(tiles, _PARTIAL_SUMS) if needs_weight else _tiles_a_program(tiles)
+    programs = ceil_div(tiles, tiles_a_program) if tiles else 0
     grad_x = torch.empty_like(x)
     partial = torch.zeros(programs if needs_weight else 0, width, dtype=torch.float32, device=x.device)
     given = _NoiseArguments(noise, len(x))
@@ -114,10 +116,10 @@ def _launch_forward(
     h, stream = torch.empty_like(x), None if residual is None else torch.empty_like(x)
     inverse = torch.empty(*x_TD.shape[:-1], 1, dtype=torch.float32, device=x.device)
     given = _NoiseArguments(noise, len(x))
-    tiles = triton.cdiv(len(x), rows_a_tile)
+    tiles = ceil_div(len(x), rows_a_tile)
     tiles_a_program = _tiles_a_program(tiles)
     if tiles:
-        _forward[(triton.cdiv(tiles, tiles_a_program),)](
+        _forward[(ceil_div(tiles, tiles_a_program),)](
             x,
             residual,
             weight_D,
@@ -139,9 +141,10 @@ def _launch_forward(
     return h.view(x_TD.shape), None if stream is None else stream.view(x_TD.shape), inverse
 
 
+@cache
 def _tile(width: int) -> tuple[int, int, int]:
     """(rows, columns, warps) of a tile."""
-    block = triton.next_power_of_2(width)
+    block = power_of_2(width)
     rows = max(1, 512 // block)
     return rows, block, min(max(rows * block // _A_WARP, 1), 16)
 

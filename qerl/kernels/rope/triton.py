@@ -19,6 +19,7 @@ from qerl.kernels.rms_norm import NormNoise, noise_values
 from qerl.kernels.rope import reference
 from qerl.kernels.rope.norms import HeadNorms
 from qerl.kernels.rope.reference import head_norm
+from qerl.kernels.sizes import ceil_div, power_of_2
 
 _HEADS_A_TILE = 8
 
@@ -141,7 +142,7 @@ def _launch(
         for noise in (norms.q_noise, norms.k_noise):
             arguments += _values(noise)
     if len(qkv_TX):
-        kernel[(len(qkv_TX), triton.cdiv(heads + 2 * kv_heads, _HEADS_A_TILE))](
+        kernel[(len(qkv_TX), ceil_div(heads + 2 * kv_heads, _HEADS_A_TILE))](
             *arguments,
             *pieces,
             place_T,
@@ -151,7 +152,7 @@ def _launch(
             K=kv_heads,
             HALF=size // 2,
             TILE=_HEADS_A_TILE,
-            BLOCK=triton.next_power_of_2(size // 2),
+            BLOCK=power_of_2(size // 2),
             num_warps=2,
             enable_fp_fusion=False,
         )

@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from qerl.formats import PackedWeight
+from qerl.kernels.sizes import power_of_2
 from qerl.kernels.token_logprobs import autograd, reference
 from qerl.kernels.token_logprobs.head import Head, factored_rows
 from qerl.kernels.token_logprobs.reference import head_logits
@@ -36,6 +37,8 @@ __all__ = ["head_logits", "token_logprobs"]
 # 1024 x 8192 float32 logits are 32 MiB: a tile is written by the product and read by the pass without leaving the L2 cache.
 _TOKENS, _ROWS = 1024, 8192
 _NEGATIVE = -3.0e38
+# Blocks that share the tiles of a packed head, which have to be unpacked first.
+_TOGETHER = 4
 
 
 def token_logprobs(
@@ -66,11 +69,18 @@ class _TokenLogprobs(torch.autograd.Function):
             torch.empty(len(hidden_ND), dtype=torch.float32, device=hidden_ND.device) for _ in range(3)
         )
         slope_ND = torch.empty_like(hidden_ND) if eager else None
-        for part in _blocks(len(hidden_ND), chunk):
-            block = _Block(hidden_ND[part], targets_N[part], temperature, eager)
-            for rows, values_vD, divisor_v in _tiles(head, hidden_ND.dtype):
-                block.add(rows, values_vD, divisor_v, bias_V)
-            block.finish(logp_N[part], entropy_N[part], lse_N[part], None if slope_ND is None else slope_ND[part])
+        parts = list(_blocks(len(hidden_ND), chunk))
+        room = _Room(hidden_ND, parts[0].stop, eager)
+        together = _TOGETHER if isinstance(head, PackedWeight) else 1
+        for first in range(0, len(parts), together):
+            group = parts[first : first + together]
+            blocks = [_Block(hidden_ND[part], targets_N[part], temperature, room) for part in group]
+            for tile in _tiles(head, hidden_ND.dtype):
+                for block in blocks:
+                    block.add(*tile, bias_V)
+            for part, block in zip(group, blocks, strict=True):
+                slope_MD = None if slope_ND is None else slope_ND[part]
+                block.finish(logp_N[part], entropy_N[part], lse_N[part], slope_MD)
         autograd.keep(ctx, hidden_ND, head, bias_V, targets_N, lse_N, entropy_N, slope_ND)
         ctx.temperature, ctx.chunk = temperature, chunk
         return logp_N, entropy_N
@@ -90,17 +100,24 @@ class _TokenLogprobs(torch.autograd.Function):
         return grad_hidden, grad_head, grad_bias, None, None, None
 
 
+class _Room:
+    """Memory of one tile, which all blocks use in turn: logits and, if a gradient is wanted, p."""
+
+    def __init__(self, hidden_ND: Tensor, most: int, eager: bool):
+        self.logits = torch.empty(most * _ROWS, dtype=torch.float32, device=hidden_ND.device)
+        self.p = torch.empty(most * _ROWS, dtype=hidden_ND.dtype, device=hidden_ND.device) if eager else None
+
+
 class _Block:
     """Running sums of one block of tokens."""
 
-    def __init__(self, hidden_MD: Tensor, targets_M: Tensor, temperature: float, eager: bool):
-        count, device = len(hidden_MD), hidden_MD.device
+    def __init__(self, hidden_MD: Tensor, targets_M: Tensor, temperature: float, room: _Room):
+        count, device, eager = len(hidden_MD), hidden_MD.device, room.p is not None
+        self.room = room
         self.hidden_MD, self.targets_M, self.temperature = hidden_MD.contiguous(), targets_M.contiguous(), temperature
         self.sums_4M = torch.zeros(4, count, dtype=torch.float32, device=device)
         self.sums_4M[0] = _NEGATIVE
         """Reference m, s, t, and l of the target."""
-        self.logits = torch.empty(count * _ROWS, dtype=torch.float32, device=device)
-        self.p = torch.empty(count * _ROWS if eager else 0, dtype=hidden_MD.dtype, device=device)
         self.e_MD = torch.zeros(hidden_MD.shape, dtype=torch.float32, device=device) if eager else None
         self.target_MD = torch.empty_like(self.hidden_MD) if eager else None
         """W of each target."""
@@ -108,9 +125,9 @@ class _Block:
     def add(self, rows: slice, values_vD: Tensor, divisor_v: Tensor | None, bias_V: Tensor | None) -> None:
         """Take in one tile of the head."""
         count, width = len(self.hidden_MD), len(values_vD)
-        logits_Mv = _product(self.hidden_MD, values_vD.T, self.logits[: count * width].view(count, width))
-        p_Mv = self.p[: count * width].view(count, width) if self.e_MD is not None else None
-        block = triton.next_power_of_2(width)
+        logits_Mv = _product(self.hidden_MD, values_vD.T, self.room.logits[: count * width].view(count, width))
+        p_Mv = None if self.room.p is None else self.room.p[: count * width].view(count, width)
+        block = power_of_2(width)
         _absorb[(count,)](
             logits_Mv,
             divisor_v,
@@ -127,7 +144,7 @@ class _Block:
             self.hidden_MD.shape[1],
             self.temperature,
             BLOCK=block,
-            WIDTH=min(triton.next_power_of_2(self.hidden_MD.shape[1]), 1024),
+            WIDTH=min(power_of_2(self.hidden_MD.shape[1]), 1024),
             num_warps=min(max(block // 512, 1), 8),
         )
         if self.e_MD is not None and p_Mv is not None:
@@ -147,7 +164,7 @@ class _Block:
             len(self.hidden_MD),
             width,
             self.temperature,
-            WIDTH=triton.next_power_of_2(width),
+            WIDTH=power_of_2(width),
             num_warps=4,
         )
 
@@ -180,7 +197,7 @@ def gradients(
             width = len(values_vD)
             logits_Mv = _product(hidden_MD, values_vD.T, logits[: count * width].view(count, width))
             grad_Mv = grad[: count * width].view(count, width)
-            block = triton.next_power_of_2(width)
+            block = power_of_2(width)
             _logits_gradient[(count,)](
                 logits_Mv,
                 divisor_v,
