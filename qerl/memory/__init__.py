@@ -19,6 +19,7 @@ from qerl.memory.advice import (
     options,
     parse_size,
     resolve,
+    together,
 )
 from qerl.memory.ledger import PHASES, Ledger, kv_bytes, predict
 from qerl.memory.measure import PhasePeaks, device_bytes, measure_resident, process_bytes, return_unused
@@ -45,6 +46,7 @@ __all__ = [
     "process_bytes",
     "resolve",
     "return_unused",
+    "together",
     "trained_tensors",
     "uses_dense_cache",
 ]

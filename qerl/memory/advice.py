@@ -217,8 +217,43 @@ def options(config: Config, spec: ModelSpec, budget: Budget | None, *, device_ty
     return sorted(found, key=lambda option: option.peak)
 
 
+def together(config: Config, spec: ModelSpec, budget: Budget, *, device_type: str) -> list[str] | None:
+    """Settings that make a plan fit together, none of which can be left out; None if all of them do not.
+
+    They are taken in the order of ``_candidates``, the least harmful first, and answers are never cut shorter.
+    """
+    chosen: dict[str, Any] = {}
+
+    def fits(changes: dict[str, Any]) -> bool:
+        tried = config
+        for setting, value in changes.items():
+            tried = changed(tried, setting, value)
+        tried = resolve(tried, spec, budget, device_type=device_type)
+        return predict(tried, spec, device_type=device_type).peak <= budget.size
+
+    for setting, value, _ in _candidates(config):
+        if setting == "rollout.max_new_tokens":
+            continue
+        try:
+            if fits({**chosen, setting: value}):
+                chosen[setting] = value
+                break
+        except ValidationError:
+            continue
+        chosen[setting] = value
+    else:
+        return None
+    for setting in list(chosen)[:-1]:
+        fewer = {key: value for key, value in chosen.items() if key != setting}
+        try:
+            chosen = fewer if fits(fewer) else chosen
+        except ValidationError:
+            continue
+    return [f"{setting}={value}" for setting, value in chosen.items()]
+
+
 def _candidates(config: Config) -> Iterator[tuple[str, Any, str]]:
-    """(setting, value, price) of settings that need less memory than those now."""
+    """(setting, value, price) of settings that need less memory than those now, the least harmful first."""
     train, rollout, quant = config.train, config.rollout, config.quant
     for choice, price in (
         ("selective", "norms and activations computed twice"),

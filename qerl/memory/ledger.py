@@ -217,10 +217,11 @@ def _unpacked(config: Config, spec: ModelSpec, itemsize: int) -> int:
 
 
 def _head_working(spec: ModelSpec, tokens: int, itemsize: int) -> int:
-    """A tile of logits with its sums, and the gradients of the answers' hidden states, of the last norm's output and its input."""
+    """A tile of logits with its sums, and as many hidden states as exist at once around it: the last norm's input, the answers'
+    share of its output with the gradient of the log-probs, that gradient scaled in float32, and the result."""
     tile = min(TILE_TOKENS, tokens)
     sums = tile * (TILE_ROWS * (4 + itemsize) + 2 * 4 * spec.hidden_size)
-    return sums + 3 * tokens * spec.hidden_size * itemsize
+    return sums + tokens * spec.hidden_size * (4 * itemsize + 4)
 
 
 def kept_values(config: Config, spec: ModelSpec, device_type: str) -> int:
@@ -252,23 +253,25 @@ def _layer_bytes(config: Config, spec: ModelSpec, itemsize: int, device_type: st
 
 
 def _activations(config: Config, spec: ModelSpec, itemsize: int, device_type: str) -> int:
-    """Kept by one micro-batch: the layers, or the stream before each (one, where they wait on the host), and the last
-    norm's input, its output, and the answers' share of it with the gradient of the log-probs."""
+    """Kept by one micro-batch: the layers, or the stream before each (one, where they wait on the host)."""
     stream = spec.hidden_size * itemsize
     if config.train.checkpointing != "full":
         layers = spec.num_layers * _layer_bytes(config, spec, itemsize, device_type)
     else:
         layers = stream * (1 if config.train.activation_offloading else spec.num_layers)
-    return micro_batch_tokens(config) * (layers + 4 * stream)
+    return micro_batch_tokens(config) * layers
 
 
 def _backward_working(config: Config, spec: ModelSpec, itemsize: int, device_type: str) -> int:
-    """The most of: the chunks of logits, and one layer's gradients (those of gate and up are the widest), on top of that layer
-    computed again under full checkpointing."""
+    """The most of: a tile of logits with what is around it, and one layer's gradients (those of gate and up are the widest, and the
+    stream's), on top of that layer computed again under full checkpointing."""
     tokens = micro_batch_tokens(config)
     inner, hidden = spec.intermediate_size, spec.hidden_size
-    flow = (2 * inner + 2 * hidden) * tokens * itemsize + _unpacked(config, spec, itemsize)
+    flow = (2 * inner + hidden) * tokens * itemsize + _unpacked(config, spec, itemsize)
     if config.train.mode == "full":
         flow += 4 * shapes.largest_group(spec)
-    again = _layer_bytes(config, spec, itemsize, device_type) * tokens if config.train.checkpointing == "full" else 0
+    again = 0
+    if config.train.checkpointing == "full":
+        # The stream before the layer is kept already.
+        again = (_layer_bytes(config, spec, itemsize, device_type) - hidden * itemsize) * tokens
     return max(_head_working(spec, tokens, itemsize), again + flow)

@@ -72,6 +72,10 @@ def memory_text(config: Config, spec: ModelSpec, budget: Budget | None, *, devic
         room = budget.size - ledger.peak
         verdict = f"fits, {room / GB:.2f} GB to spare" if room >= 0 else f"DOES NOT FIT, {-room / GB:.2f} GB too much"
         console.print(f"budget: {budget.size / GB:.2f} GB ({budget.source}): {verdict}", markup=False)
+        if room < 0:
+            changes = memory.together(config, spec, budget, device_type=device_type)
+            advice = "no settings below together do" if changes is None else " ".join(changes)
+            console.print(f"what would fit: {advice}", markup=False)
         console.print(_limits_table(memory.limits(config, spec, budget, device_type=device_type)))
     console.print(_options_table(memory.options(config, spec, budget, device_type=device_type), ledger.peak))
     return out.getvalue()

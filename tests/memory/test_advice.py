@@ -179,3 +179,24 @@ def test_training_refuses_the_plan_with_the_same_text(model):
     run = CliRunner().invoke(app, ["train", *GRPO_STEP, f"model.path={model}", "train.memory_budget=20", "data.train=arithmetic", "model.device=cpu"])  # fmt: skip
     assert run.exit_code == 2
     assert settle_memory(configured(*GRPO_STEP, f"model.path={model}", "train.memory_budget=off", "model.device=cpu"))
+
+
+def test_settings_that_fit_together_do_and_none_of_them_is_needless():
+    spec, bound = qwen("7b"), budget(9.4)
+    config = memory.resolve(configured(*GRPO_STEP, "rollout.prompts_per_step=8"), spec, bound, device_type="cuda")
+    assert memory.predict(config, spec, device_type="cuda").peak > bound.size
+    found = memory.together(config, spec, bound, device_type="cuda")
+    assert found and not any("max_new_tokens" in change for change in found)
+
+    def fits(changes):
+        tried = config
+        for change in changes:
+            key, _, text = change.partition("=")
+            tried = changed(tried, key, {"True": True}.get(text, int(text) if text.isdigit() else text))
+        tried = memory.resolve(tried, spec, bound, device_type="cuda")
+        return memory.predict(tried, spec, device_type="cuda").peak <= bound.size
+
+    assert fits(found)
+    for left_out in found:
+        assert not fits([change for change in found if change != left_out]), left_out
+    assert memory.together(config, spec, budget(3), device_type="cuda") is None
