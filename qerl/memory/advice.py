@@ -85,7 +85,8 @@ def budget_of(config: Config, device: torch.device) -> Budget | None:
         return Budget(size=int(setting * GB), source=f"train.memory_budget={setting:g}")
     total = torch.cuda.get_device_properties(device).total_memory
     # A fraction that the process was limited to counts, too.
-    fraction = torch.cuda.get_per_process_memory_fraction(device)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    fraction = torch.cuda.get_per_process_memory_fraction(index)
     name = torch.cuda.get_device_name(device)
     return Budget(
         size=int(USABLE * total * fraction), source=f"{USABLE:.0%} of {total * fraction / GB:.1f} GB ({name})"

@@ -41,6 +41,20 @@ def test_budgets_by_setting_and_device():
     assert memory.budget_of(configured("train.memory_budget=7.5"), cpu).size == int(7.5e9)
 
 
+@pytest.mark.parametrize(("name", "index"), [("cuda", 2), ("cuda:1", 1)])
+def test_the_budget_of_a_gpu_is_of_what_the_process_may_take(monkeypatch, name, index):
+    """torch wants an index there, which the device `cuda` does not have."""
+    properties = type("Properties", (), {"total_memory": int(80e9)})
+    asked = []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Example GPU")
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: asked.append(device) or 0.5)
+    found = memory.budget_of(configured(), torch.device(name))
+    assert found.size == int(0.92 * 40e9) and "40.0 GB (Example GPU)" in found.source
+    assert asked == [index]
+
+
 def test_auto_takes_the_first_way_of_checkpointing_that_fits():
     settings = [s for s in GRPO_STEP if "checkpointing" not in s]
     spec, peaks = qwen("7b"), {}
