@@ -88,3 +88,22 @@ class RunLock:
             return file
         os.close(file)
         return None
+
+
+def is_held(folder: Path) -> bool | None:
+    """Whether a process is writing the run folder; None on a file system without locks.
+
+    The lock is taken together with other readers for the moment of asking, and never waited for.
+    """
+    try:
+        with (folder / LOCK_NAME).open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    except OSError as error:
+        if error.errno not in _WITHOUT_LOCKS:
+            raise
+        return None
+    return False

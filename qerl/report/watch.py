@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -12,16 +11,15 @@ from rich.console import Console
 
 from qerl.metrics.console import Progress, duration
 from qerl.metrics.run_dir import RunDir
+from qerl.metrics.run_lock import is_held
 from qerl.report.collect import RunData, alarm_warnings, read_run
 from qerl.report.html import method_line
 
 Ending = Literal["finished", "interrupted", "stopped", "silent", "left"]
 """How the watch ended: the run's own status, a run whose process is gone, one that wrote nothing for long, or the reader."""
 
-LOCK = "run.lock"
-"""The file that a run holds locked while it goes on; on some file systems nothing can be locked."""
 SILENT_SECONDS = 900.0
-"""Where the lock says nothing, a run that wrote nothing for so long, and for ten steps, is taken for stopped."""
+"""On a file system without locks, a run that wrote nothing for so long, and for ten steps, is taken for stopped."""
 
 
 def watch(
@@ -98,24 +96,12 @@ def _show(display: Progress, run: RunDir, data: RunData, told: set[int]) -> None
 def _ending(run: RunDir, data: RunData, now: float) -> Ending | None:
     if data.status in ("finished", "interrupted"):
         return "finished" if data.status == "finished" else "interrupted"
-    alive = _alive(run)
+    alive = is_held(run.path)
     if alive is not None:
         return None if alive else "stopped"
     steps = data.series("time/step")[1]
     patience = max(SILENT_SECONDS, 10 * max(steps, default=0.0))
     return "silent" if now - _last_change(run) > patience else None
-
-
-def _alive(run: RunDir) -> bool | None:
-    """Whether a process holds the lock of the folder; None where there is no lock to ask."""
-    try:
-        with (run.path / LOCK).open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return None
-    return False
 
 
 def _stamp(run: RunDir) -> tuple[tuple[int, int] | None, ...]:
@@ -146,7 +132,7 @@ def _elapsed(run: RunDir, data: RunData, clock: Callable[[], float]) -> float:
     stated = data.series("time/elapsed")[1]
     counted = stated[-1] if stated else sum(data.series("time/step")[1])
     since = clock() - run.metrics_path.stat().st_mtime if run.metrics_path.exists() else 0.0
-    return counted + (max(since, 0.0) if _alive(run) is not False else 0.0)
+    return counted + (max(since, 0.0) if is_held(run.path) is not False else 0.0)
 
 
 def _pause(run: RunDir, now: float) -> str:

@@ -23,7 +23,7 @@ _STATEMENT = re.compile(
     r"(?:\b(?:is|are|was|(?:would|will|should|must)\s+be)\b|=|:)[\s:*_]*(?:=\s*)?|####\s*",
     re.IGNORECASE,
 )
-_MATH = re.compile(r"\$\$(.+?)\$\$|\\\[(.+?)\\\]|\\\((.+?)\\\)|\$([^$\n]+?)\$", re.DOTALL)
+_MATH = re.compile(r"\$\$(.+?)\$\$|\\\[(.+?)\\\]|\\\((.+?)\\\)|(?<!\\)\$((?:\\[^\n]|[^$\n\\])+?)\$", re.DOTALL)
 _SENTENCE_END = re.compile(r"\n|。|(?<=\S)(?<!\bRs)(?<!\bNo)[.!?](?=[\s*\"')\]<]|$)|</?\w+>")
 _PROSE = re.compile(r"(?<![\\A-Za-z])(?!and\b)[A-Za-z]{3,}")
 _EQUALS = re.compile(r"(?<![\\<>!])=|\\approx\b|≈")

@@ -22,7 +22,7 @@ _WORD = re.compile(r"[A-Za-z]{3,}")
 _CLOCK_OR_RATIO = re.compile(r"\d\s*:\s*\d")
 _OPTION = re.compile(r"\(?([A-Ja-j])\)?")
 _OPTION_START = re.compile(r"\(?([A-J])(?:\)|[.:]|$)")
-_BASED = re.compile(r"([0-9A-Za-z]+)_\{?(\d+)\}?")
+_BASED = re.compile(r"([0-9A-Za-z]+)_\{?\(?(\d+)\)?\}?")
 _HEDGE = re.compile(r"^(?:approximately|approx\.?|about|roughly|exactly|around|\\approx|\\sim|≈|~)\s*", re.IGNORECASE)
 
 

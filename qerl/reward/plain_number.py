@@ -62,6 +62,8 @@ _TOKEN = re.compile(
     rf"(?:(?:{_UNITS})\b|(?![A-Za-z_]))"
 )
 
+# With a comma it would be a pair.
+_PARENTHESES = re.compile(r"^\(\s*([^(),]+?)\s*\)$")
 _BLOCK = 300
 _BREAK = re.compile(r"[^\d]\s")
 _OPTION = re.compile(r"^\(?[A-Z]\)\s*")
@@ -116,6 +118,7 @@ def parse_plain(value: str) -> PlainNumber | None:
     text = _REPEATING.sub(_repeating, normalize(value))
     text = _FRACTION.sub(lambda m: f" {m[1] or m[2]}/{m[3] or m[4]} ", text).strip()
     text = re.sub(r"^-\s+", "-", text)
+    text = _PARENTHESES.sub(r"\1", text)
     match = _PLAIN.fullmatch(text)
     return _evaluate(match) if match else None
 

@@ -1,6 +1,5 @@
 """Watching runs that end, go on, stop, or were left in the middle of a line."""
 
-import fcntl
 import io
 import os
 import random
@@ -14,7 +13,9 @@ from fake_run import evaluation_metrics, step_metrics, write_fake_run, write_sum
 from rich.console import Console
 
 from qerl.errors import RunFolderError
-from qerl.report.watch import LOCK, watch
+from qerl.metrics.run_lock import LOCK_NAME, RunLock
+from qerl.report import watch as watching
+from qerl.report.watch import watch
 
 
 def console(terminal=False):
@@ -58,8 +59,8 @@ def test_a_finished_run_is_shown_whole_and_left_at_once(tmp_path, terminal):
 def test_a_running_run_is_followed_to_its_end_line_by_line(tmp_path):
     run = write_fake_run(tmp_path / "run", steps=8, done=3, finished=False)
     rng, shown, looks = random.Random(1), console(), []
-    lock = (run.path / LOCK).open("wb")
-    fcntl.flock(lock, fcntl.LOCK_EX)
+    lock = RunLock(run.path)
+    lock.__enter__()
 
     def sleep(seconds):
         looks.append(seconds)
@@ -68,7 +69,7 @@ def test_a_running_run_is_followed_to_its_end_line_by_line(tmp_path):
             run.append_metrics(step, step_metrics(step, 8, rng) | (evaluation_metrics(0.9, 500) if step == 8 else {}))
         else:
             write_summary(run, 8, 1000)
-            lock.close()
+            lock.__exit__(None, None, None)
 
     assert watch(run.path, console=shown, sleep=sleep, every=0.5) == "finished"
     lines = [line for line in text_of(shown).splitlines() if line.startswith("step ")]
@@ -79,14 +80,17 @@ def test_a_running_run_is_followed_to_its_end_line_by_line(tmp_path):
 
 def test_a_run_whose_process_is_gone_is_said_to_have_stopped(tmp_path):
     run = write_fake_run(tmp_path / "run", steps=20, done=7, finished=False)
-    (run.path / LOCK).write_text("123\n")
     shown = console()
+    assert watch(run.path, console=shown, sleep=never) == "stopped"
+    # What a killed process leaves behind is not locked.
+    (run.path / LOCK_NAME).write_text("123\n")
     assert watch(run.path, console=shown, sleep=never) == "stopped"
     assert "its process is gone, at step 7 of 20" in text_of(shown)
     assert "--resume" in text_of(shown)
 
 
-def test_a_crashed_run_without_a_lock_is_told_by_its_silence(tmp_path):
+def test_a_crashed_run_is_told_by_its_silence_where_there_are_no_locks(tmp_path, monkeypatch):
+    monkeypatch.setattr(watching, "is_held", lambda folder: None)
     run = write_fake_run(tmp_path / "run", steps=20, done=7, finished=False)
     age(run, 7200)
     shown = console(terminal=True)
@@ -109,7 +113,8 @@ def test_a_half_written_line_waits_for_its_end_and_a_resume_takes_lines_back(tmp
         else:
             raise KeyboardInterrupt
 
-    assert watch(run.path, console=shown, sleep=sleep) == "left"
+    with RunLock(run.path):
+        assert watch(run.path, console=shown, sleep=sleep) == "left"
     assert looks == [6, 4, 5]
     assert "at step 5; the run is not touched" in text_of(shown)
 
@@ -117,14 +122,16 @@ def test_a_half_written_line_waits_for_its_end_and_a_resume_takes_lines_back(tmp
 def test_once_shows_what_there_is(tmp_path):
     run = write_fake_run(tmp_path / "run", steps=20, done=5, finished=False)
     shown = console()
-    assert watch(run.path, once=True, console=shown, sleep=never) is None
+    with RunLock(run.path):
+        assert watch(run.path, once=True, console=shown, sleep=never) is None
     assert "running, at step 5 of 20" in text_of(shown)
 
 
 def test_a_run_before_its_first_line_and_a_folder_without_a_run(tmp_path):
     run = write_fake_run(tmp_path / "run", steps=20, done=5, finished=False)
     run.metrics_path.unlink()
-    assert watch(run.path, once=True, console=console(True), sleep=never) is None
+    with RunLock(run.path):
+        assert watch(run.path, once=True, console=console(True), sleep=never) is None
     with pytest.raises(RunFolderError):
         watch(tmp_path / "nothing", console=console())
 
@@ -139,14 +146,20 @@ def test_an_alarm_is_told_once(tmp_path):
             raise KeyboardInterrupt
         run.append_metrics(5 + len(looks), {"reward": 0.5, "mean_abs_prob_difference": 0.02})
 
-    watch(run.path, console=shown, sleep=sleep)
+    with RunLock(run.path):
+        watch(run.path, console=shown, sleep=sleep)
     assert text_of(shown).count("mean_abs_prob_difference was above 0.01") == 1
 
 
 def test_ctrl_c_ends_the_command_well(tmp_path):
     write_fake_run(tmp_path / "run", steps=20, done=5, finished=False)
+    with RunLock(tmp_path / "run"):
+        _interrupt_a_watch(tmp_path / "run")
+
+
+def _interrupt_a_watch(folder):
     process = subprocess.Popen(
-        [sys.executable, "-m", "qerl", "watch", str(tmp_path / "run"), "--every", "0.1"],
+        [sys.executable, "-m", "qerl", "watch", str(folder), "--every", "0.1"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
