@@ -18,6 +18,7 @@
       final.json             more evaluations of the trained model (a cell of a matrix)
       cell.json              the run in small, as results/ keeps it (a cell of a matrix)
       report.html
+      run.lock               while a process writes here (``metrics.run_lock``)
       wandb_id, tensorboard/ only with those backends
 
 Files and checkpoint folders appear whole or not at all: they are written under a temporary name that starts with a
