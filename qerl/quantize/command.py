@@ -9,6 +9,7 @@ import torch
 
 from qerl.config.schema import Config, QuantConfig
 from qerl.errors import ConfigError
+from qerl.metrics.files import check_writable
 from qerl.quantize.driver import Progress, TextRequest, quantize_checkpoint
 from qerl.quantize.recipes import RECIPES, get_recipe
 from qerl.quantize.texts import split_fields
@@ -48,9 +49,11 @@ def quantize_command(
 
     Raises:
         ConfigError: options that make no sense together.
+        OutputError: ``out`` cannot be written; checked first.
         QerlError: see `quantize_checkpoint`.
     """
     quant = config.quant
+    check_writable(out, folder=True)
     _refuse_settings_of_loading(quant)
     if activations not in ACTIVATIONS:
         raise ConfigError("--activations is unknown", got=activations, expected=" or ".join(ACTIVATIONS))

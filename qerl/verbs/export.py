@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 
 from qerl.errors import ConfigError
+from qerl.metrics.files import check_writable
 from qerl.metrics.run_dir import RunDir
 from qerl.metrics.terminal import print_facts, warn
 
@@ -46,6 +47,7 @@ def export(
     """Write a PEFT folder for serving, or with --merge a Hugging Face checkpoint with adapter and trained norms merged in."""
     if weights not in ("plain", "trained"):
         raise ConfigError("--weights is not understood", got=weights, expected="plain or trained")
+    check_writable(out, folder=True)
     if out.exists():
         raise ConfigError("the folder to write exists already", got=out, remedy="Choose another --out, or delete it")
     if RunDir(source).holds_a_run():

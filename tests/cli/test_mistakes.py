@@ -148,6 +148,13 @@ def test_outputs_are_checked_before_any_work(tmp_path, monkeypatch):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder.json"]
 
 
+@pytest.mark.parametrize("verb", ["quantize", "export"])
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path, verb):
+    (tmp_path / "file").write_text("x")
+    for out in (tmp_path / "file" / "below", Path("/proc/none"), tmp_path / ("n" * 300)):
+        assert "cannot be written" in refused(verb, "demo", "--out", out)
+
+
 def test_a_folder_for_samples_is_checked_before_any_work(tmp_path, rows, monkeypatch):
     monkeypatch.setattr("qerl.train.standalone.open_target", lambda *_: pytest.fail("work began"))
     out = tmp_path / "samples"
