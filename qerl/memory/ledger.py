@@ -40,8 +40,8 @@ CUDA_WORKSPACE = 70_000_000
 """cuBLAS on Hopper: 32 MiB a handle, and 32 MiB of cuBLASLt."""
 KERNEL_WORKSPACE = 1 << 23
 """Partial sums of the NVFP4 kernels (``kernels.fp4_linear.workspace``)."""
-LOGITS_HELD = 3
-"""Float32 copies of the logits of a decode step that exist at once."""
+LOGITS_HELD = 1
+"""Float32 copies of the logits of a decode step that exist at once: the sampler reads them in place."""
 TILE_TOKENS, TILE_ROWS = 1024, 8192
 """Tokens and rows of the head in a tile of logits, kept in float32 and as probabilities (``kernels.token_logprobs``)."""
 PAGE_TOKENS = 64
