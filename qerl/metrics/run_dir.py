@@ -307,7 +307,11 @@ class RunDir:
         return sorted(int(match[1]) for match in found if match)
 
     def read_evaluation(self, step: int) -> list[dict[str, Any]]:
-        """The rows of an evaluation."""
+        """The rows of an evaluation.
+
+        Raises:
+            RunFolderError: a line is damaged.
+        """
         return _read_lines(self.evaluations_dir / f"step-{step:06d}.jsonl")
 
     def write_final_evaluation(self, name: str, rows: Sequence[Mapping[str, Any]]) -> Path:
@@ -350,7 +354,12 @@ def _ends_mid_line(file: BinaryIO) -> bool:
 
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
+    try:
+        return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
+    except json.JSONDecodeError as error:
+        raise RunFolderError(
+            "an evaluation of the run cannot be read", got=f"{path}: {error}", remedy="Delete that file"
+        ) from error
 
 
 def _entries(folder: Path) -> list[Path]:

@@ -34,7 +34,7 @@ from qerl.train.session import Session, open_session
 from qerl.train.standalone import Target, resolve_target
 
 BASE = "base"
-EFFECT_TOKENS = 256
+EFFECT_TOKENS = 64
 """Tokens of the first prompt at which the effect of an adapter is read."""
 
 

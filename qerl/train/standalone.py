@@ -1,4 +1,4 @@
-"""Evaluating and sampling outside a training run: ``qerl eval`` and ``qerl rollout``.
+"""What a run, model or adapter on the command line is, and sampling outside a training run: ``qerl rollout``.
 
 A target is a run folder (its resolved configuration and its newest checkpoint), a configuration file, or a model folder
 or name. A model without a configuration is taken as it is stored: a quantized folder stays packed, any other stays
@@ -16,7 +16,6 @@ from qerl.config.load import dump_config, load_config
 from qerl.config.schema import Config
 from qerl.env_info import collect_env
 from qerl.errors import ConfigError, RunFolderError
-from qerl.eval.evaluate import EvalResult, evaluate
 from qerl.metrics.behavior import behavior_rows
 from qerl.metrics.files import check_writable
 from qerl.metrics.run_dir import RunDir
@@ -155,46 +154,6 @@ def _model_target(config: Config, adapter: Path | None, name: str) -> Target:
 def open_target(target: Target) -> Session:
     """Load the target; without an adapter the model is the plain base."""
     return open_session(target.config, adapter=target.adapter, trainable=target.adapter is not None)
-
-
-def evaluate_target(
-    target: Target, *, warn: Callable[[str], None], on_progress: ProgressCallback | None = None
-) -> EvalResult:
-    """Evaluate under the target's ``eval`` section on ``data.eval``.
-
-    Args:
-        target: what to evaluate.
-        warn: told what the user should know, e.g. how many prompts were too long.
-        on_progress: passed to the engine.
-
-    Raises:
-        ConfigError: there is no evaluation data, or evaluation with noise is asked for (a run does that itself).
-    """
-    config = target.config
-    if config.eval.noise:
-        raise ConfigError(
-            "qerl eval measures the clean policy",
-            got="eval.noise=true",
-            remedy="Add eval.noise=false; a run evaluates with noise while it trains",
-        )
-    if config.data.eval is None:
-        raise ConfigError("there is no evaluation data", expected=SOURCES, remedy="Add --data")
-    session = open_target(target)
-    prompts, _, notes = load_prompts(config, session.tokenizer, config.data.eval, "test", config.data.eval_limit)
-    max_new_tokens = config.eval.max_new_tokens or config.rollout.max_new_tokens
-    with Rewarder(config.reward, max_new_tokens) as rewarder:
-        result = evaluate(
-            session.engine,
-            prompts,
-            rewarder,
-            eval_cfg=config.eval,
-            seed=config.train.seed,
-            max_new_tokens=max_new_tokens,
-            on_progress=on_progress,
-        )
-        for text in [*target.notes, *notes, *rewarder.take_warnings()]:
-            warn(text)
-    return result
 
 
 def sample_target(

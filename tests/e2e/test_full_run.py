@@ -15,9 +15,9 @@ from qerl.metrics.catalogue import is_reproducible
 from qerl.metrics.run_dir import RunDir
 from qerl.model.checkpoint import resolve_model_path
 from qerl.model.tensor_folder import TensorFolder
+from qerl.train.deployment import choose_targets, measure
 from qerl.train.rescore import rescore
 from qerl.train.run import train
-from qerl.train.standalone import evaluate_target, resolve_target
 
 SETTINGS = (
     "model.path=demo",
@@ -118,10 +118,10 @@ def test_a_kept_model_that_is_not_the_records_is_refused(runs):
 def test_a_checkpoint_is_a_model_that_eval_and_transformers_open(runs):
     dtype, whole, _ = runs
     measured = whole.read_json("summary.json")["evaluation"]["after"]
-    target = resolve_target(str(whole.path), [f"model.dtype={dtype}"])
-    again = evaluate_target(target, warn=lambda text: None)
+    targets = choose_targets(str(whole.path), [f"model.dtype={dtype}"], base=True, checkpoints="4")
+    found = measure(targets, (), noise=None, warn=lambda text: None)
+    base, again = (measurement.result for measurement in found.measurements)
     assert again.to_dict()["accuracy"] == measured["accuracy"]
-    base = evaluate_target(resolve_target(str(whole.path), base=True), warn=lambda text: None)
     assert base.rows != again.rows
     model = AutoModelForCausalLM.from_pretrained(whole.checkpoint(4), dtype=torch.float32)
     stored = tensors_of(whole.checkpoint(4))

@@ -90,6 +90,7 @@ def test_rewind_leaves_the_folder_as_it_was_after_the_step(tmp_path):
         run.adapter_path(step - 1).mkdir(parents=True)
         run.checkpoint(step).mkdir(parents=True)
         run.write_evaluation(step, [{"id": "a", "accuracy": 1.0}])
+        run.write_evaluation(step, [{"id": "a", "accuracy": 0.0}], draw=1)
     run.write_json("summary.json", {})
     run.write_text("report.html", "")
     leftover = run.checkpoints_dir / ".checkpoint-9.tmp-123"
@@ -99,7 +100,9 @@ def test_rewind_leaves_the_folder_as_it_was_after_the_step(tmp_path):
 
     assert [row["step"] for row in run.read_metrics()] == [0, 1, 2, 3]
     assert names(run.completions_dir) == {f"step-{step:06d}.txt" for step in (1, 2, 3)}
-    assert names(run.evaluations_dir) == {f"step-{step:06d}.jsonl" for step in (1, 2, 3)}
+    kept = {f"step-{step:06d}{end}.jsonl" for step in (1, 2, 3) for end in ("", "-noise1")}
+    assert names(run.evaluations_dir) == kept
+    assert run.evaluation_steps() == [1, 2, 3]
     assert names(run.rollouts_dir) == {f"rollout-{index:06d}.parquet" for index in (0, 1, 2)}
     assert names(run.adapters_dir) == {f"rollout-{index:06d}" for index in (0, 1, 2)}
     assert names(run.checkpoints_dir) == {"checkpoint-1", "checkpoint-2", "checkpoint-3"}
@@ -183,3 +186,10 @@ def test_a_relative_run_folder_keeps_its_files_in_one_place(tmp_path, monkeypatc
         "runs/demo/summary.json",
         "runs/demo/completions/step-000001.txt",
     }
+
+
+def test_a_damaged_evaluation_is_named(tmp_path):
+    run = RunDir.create(tmp_path)
+    run.write_evaluation(3, [{"id": "a"}]).write_text('{"id": "a"}\n{"id":')
+    with pytest.raises(RunFolderError, match="step-000003"):
+        run.read_evaluation(3)
