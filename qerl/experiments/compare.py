@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean, median, variance
 from typing import Any
 
 from qerl.experiments.folders import Collection
@@ -70,7 +70,7 @@ def _comparison(name: str | None, phase: str, cells: Sequence[Cell], known: Mapp
         stage_seconds={arm.key: _mean_stages(by_arm[arm.key]) for arm in arms},
         changed=tuple(_changed(by_arm, arms)),
         choices=tuple(_choices(known)) if phase == "final" else (),
-        notes=tuple(_notes(cells, with_config)),
+        notes=(*_notes(cells, with_config), *_spread_notes(arms, plan)),
         machine=_machine(cells),
     )
 
@@ -275,6 +275,8 @@ def _notes(cells: Sequence[Cell], with_config: Sequence[Cell]) -> list[str]:
     carried = [str(cell["run"]) for cell in cells if cell.get("portable_resumes")]
     if carried:
         notes.append(f"Went on from a portable checkpoint, and so not bit-exact: {', '.join(carried)}.")
+    if any(cell.get("own_process") is False and not cell.get("devices") for cell in cells):
+        notes.append("Cells shared a process: the resident peak of each is that of all before it too.")
     policies = _policy(with_config).split("; ")
     if len(policies) > 1:
         notes.append("The runs were not evaluated under one policy; their accuracies cannot be compared.")
@@ -284,6 +286,22 @@ def _notes(cells: Sequence[Cell], with_config: Sequence[Cell]) -> list[str]:
             f"The runs were made on different machines ({'; '.join(sorted(machines))}): times cannot be compared."
         )
     return notes
+
+
+def _spread_notes(arms: Sequence[ArmRow], plan: Mapping[str, Any]) -> list[str]:
+    """Whether seeds scatter more than was stated beforehand: then what was stated to be detectable is too small."""
+    stated = (plan.get("detect") or {}).get("sd")
+    spreads = [arm.after.values for arm in arms if arm.after is not None and len(arm.after.values) > 1]
+    freedom = sum(len(values) - 1 for values in spreads)
+    if stated is None or not freedom:
+        return []
+    pooled = math.sqrt(sum((len(values) - 1) * variance(values) for values in spreads) / freedom)
+    if pooled <= stated:
+        return []
+    return [
+        (f"Seeds scatter by {100 * pooled:.1f} points (pooled standard deviation, {freedom} degrees of freedom), more than the "
+        f"{100 * stated:g} stated beforehand: only larger differences than stated can be found.")
+    ]
 
 
 def _machine(cells: Sequence[Cell]) -> str:

@@ -9,8 +9,11 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from qerl.config.aqn import AqnConfig
+from qerl.config.diagnostics import DiagnosticsConfig
 from qerl.config.load import load_config
-from qerl.data.tasks import load_rows
+from qerl.config.objective import ObjectiveConfig
+from qerl.config.schema import Config, LogConfig, LoraConfig, OptimConfig, QuantConfig, RunConfig, TrainConfig
 from qerl.errors import ConfigError, QerlError
 from qerl.experiments.cells import Cell, expand, load_matrix
 from qerl.experiments.manifest import Manifest
@@ -18,11 +21,16 @@ from qerl.experiments.schema import MatrixConfig
 from qerl.experiments.statistics import detectable_difference
 from qerl.metrics.run_dir import RunDir
 from qerl.model.aqn import places
+from qerl.model.checkpoint import check_targets
 from qerl.model.spec import ModelSpec
+from qerl.model.storage import check_formats
+from qerl.model.tokenizer import load_tokenizer
+from qerl.reward.compose import Rewarder
 from qerl.train.fit import settle_memory
-from qerl.train.plan import describe
+from qerl.train.prompts import load_prompts
 from qerl.train.resume import check_same_config
-from qerl.train.session import fit_lengths, require_model_path
+from qerl.train.run import check_trainable
+from qerl.train.session import check_lengths, fit_lengths, require_model_path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,10 +53,16 @@ class Plan:
         return str(self.manifest.cell(cell.name)["state"])
 
 
-def open_plan(path: Path, settings: Sequence[str], out: Path | None) -> Plan:
+def open_plan(path: Path, settings: Sequence[str], out: Path | None, *, data: bool = True) -> Plan:
     """Read the matrix, make its cells with what is known so far, and check each: nothing is loaded and no folder made.
 
     A cell that cannot run has its ``problem``; the others are none the worse for it.
+
+    Args:
+        path: the matrix file.
+        settings: ``key=value`` for all cells.
+        out: folder of the run folders; None is ``runs/NAME``.
+        data: check data, chat templates and reward functions too (seconds; once for all cells that share them).
 
     Raises:
         ConfigError: the matrix itself is refused, or a cell that has begun was begun with other settings.
@@ -69,36 +83,48 @@ def open_plan(path: Path, settings: Sequence[str], out: Path | None) -> Plan:
         choices={arm: choice["axes"] for arm, choice in known["choices"].items() if choice["axes"] is not None},
         temperatures={group: found["temperature"] for group, found in known["matched"].items()},
     )
-    checked = tuple(map(_checked, cells))
+    checked = tuple(_checked(cell, data=data) for cell in cells)
     plan = Plan(path=path, settings=tuple(settings), matrix=matrix, out=folder, cells=checked, manifest=manifest)
     _check_begun(plan)
     return plan
 
 
-def _checked(cell: Cell) -> Cell:
+def _checked(cell: Cell, *, data: bool) -> Cell:
     """The cell with what is wrong with it, or with the lengths that its run will have."""
     if cell.config is None:
         return cell
-    problem = _problem(cell)
+    problem = _problem(cell, data=data)
     if problem is not None:
         return replace(cell, problem=problem)
     spec = ModelSpec.from_folder(require_model_path(cell.config))
     return replace(cell, config=fit_lengths(cell.config, spec)[0])
 
 
-def _problem(cell: Cell) -> str | None:
-    """Why a cell would end before its first step, found without weights or a device; None when nothing is found."""
+def _problem(cell: Cell, *, data: bool) -> str | None:
+    """Why a cell would end before its first step, found without weights; None when nothing is found.
+
+    Args:
+        cell: with a configuration.
+        data: look at data, chat template and reward functions too.
+    """
     config = cell.config
     assert config is not None
     try:
-        describe(config)
+        check_trainable(config)
         spec = ModelSpec.from_folder(require_model_path(config))
-        settle_memory(fit_lengths(config, spec)[0])
+        config, _ = fit_lengths(config, spec)
+        check_lengths(config, spec)
+        if config.train.mode == "lora":
+            check_targets(spec, config.lora)
+        check_formats(spec, config.quant)
         if config.aqn.enabled:
             places(config.aqn.sites, config.aqn.sharing, spec)
-        for source, split in ((config.data.train, "train"), (config.data.eval, "test")):
-            if source is not None:
-                _rows(source, split)
+        settle_memory(config)
+        if data:
+            shared = config.model_copy(update=_INDIFFERENT)
+            problem = _data_problem(shared.model_dump_json())
+            if problem is not None:
+                return problem
     except QerlError as error:
         return _shortened(str(error))
     if config.data.eval is None or not config.eval.after:
@@ -112,9 +138,33 @@ def _shortened(message: str) -> str:
     return message if len(lines) < 2 else f"{lines[0]}: {lines[-1]}"
 
 
-@lru_cache(maxsize=16)
-def _rows(source: str, split: str) -> int:
-    return len(load_rows(source, default_split=split).rows)
+_INDIFFERENT = {
+    "quant": QuantConfig(),
+    "lora": LoraConfig(),
+    "aqn": AqnConfig(),
+    "objective": ObjectiveConfig(),
+    "optim": OptimConfig(),
+    "train": TrainConfig(),
+    "diagnostics": DiagnosticsConfig(),
+    "log": LogConfig(),
+    "run": RunConfig(),
+}
+"""Sections that data, template and rewards do not depend on: cells that differ in them alone are checked once."""
+
+
+@lru_cache(maxsize=32)
+def _data_problem(text: str) -> str | None:
+    """What is wrong with data, chat template or reward functions of a configuration, given as JSON."""
+    config = Config.model_validate_json(text)
+    try:
+        Rewarder(config.reward, config.rollout.max_new_tokens).close()
+        tokenizer = load_tokenizer(require_model_path(config))
+        load_prompts(config, tokenizer, config.data.train, "train", None, training=True)
+        if config.data.eval is not None:
+            load_prompts(config, tokenizer, config.data.eval, "test", config.data.eval_limit)
+    except QerlError as error:
+        return _shortened(str(error))
+    return None
 
 
 def _check_begun(plan: Plan) -> None:

@@ -29,7 +29,7 @@ PORTABLE = "portable"
 """Folder of the matrix folder with what goes to another machine."""
 FAILURES = (QerlError, RuntimeError, ArithmeticError, AssertionError)
 """What ends a cell and not the matrix: refused settings, numbers that are not finite, memory that ran out, broken invariants."""
-RESERVED_SECONDS = 15.0
+RESERVED_SECONDS = 20.0
 """Kept back from a time limit for the checkpoint, its portable form and the summaries."""
 DONE = ("finished", "failed", "invalid")
 
@@ -62,9 +62,11 @@ def run_matrix(path: Path, settings: Sequence[str], out: Path | None, orders: Or
         ConfigError: the matrix or the orders are refused.
     """
     deadline = Deadline(None if orders.max_minutes is None else 60 * orders.max_minutes - RESERVED_SECONDS)
-    plan = open_plan(path, settings, out)
+    # A cell's own process leaves out what the one that started it has looked at.
+    plan = open_plan(path, settings, out, data=orders.portable)
     _check_orders(plan, orders)
-    record_plan(plan)
+    if orders.portable:
+        record_plan(plan)
     for cell in plan.cells:
         if cell.problem is not None:
             say(f"{cell.name}: invalid, left out: {cell.problem}")
@@ -126,7 +128,7 @@ def _has_time(plan: Plan, deadline: Deadline) -> bool:
 
 def _run_one(plan: Plan, cell: Cell, orders: Orders, deadline: Deadline, say: Say) -> str:
     if orders.one_process:
-        return run_cell(plan, cell, deadline)
+        return run_cell(plan, cell, deadline, own_process=not orders.portable)
     left = deadline.seconds_left()
     arguments = ["--cell", cell.name, *(["--retry"] if orders.retry else [])]
     error = run_child(plan, arguments, None if left is None else left + RESERVED_SECONDS)
@@ -138,11 +140,11 @@ def _run_one(plan: Plan, cell: Cell, orders: Orders, deadline: Deadline, say: Sa
     return plan.state(cell)
 
 
-def run_cell(plan: Plan, cell: Cell, deadline: Deadline) -> str:
-    """Run, or go on with, one cell in this process; returns its new state. What fails is kept and recorded."""
+def run_cell(plan: Plan, cell: Cell, deadline: Deadline, *, own_process: bool) -> str:
+    """Run, or go on with, one cell in this process, which may be its own; returns its new state. What fails is kept."""
     assert cell.config is not None
     run = plan.run(cell)
-    plan.manifest.set_state(cell.name, "running", error=None)
+    plan.manifest.set_state(cell.name, "running", error=None, own_process=own_process)
     try:
         state = _train_and_evaluate(plan, cell, run, deadline)
         plan.manifest.set_state(cell.name, state)
@@ -237,7 +239,7 @@ def _find_temperatures(plan: Plan, orders: Orders, say: Say) -> Plan:
             say(
                 f"{group}: temperature {found['temperature']:.4f} has the entropy of {found['arm']}, {found['entropy']:.4f} nats"
             )
-    return open_plan(plan.path, plan.settings, plan.out)
+    return open_plan(plan.path, plan.settings, plan.out, data=False)
 
 
 def _match_group(plan: Plan, group: str, cell: Cell) -> None:
@@ -284,7 +286,7 @@ def _settle_choices(plan: Plan, orders: Orders, say: Say) -> Plan:
                 if cell.arm.name == arm and cell.phase == "final":
                     plan.manifest.set_state(cell.name, "failed", error="none of its trials finished")
         say(f"{arm}: chose {choice['axes']} among {choice['trials']} trials ({choice['failed']} failed)")
-    plan = open_plan(plan.path, plan.settings, plan.out)
+    plan = open_plan(plan.path, plan.settings, plan.out, data=False)
     return _find_temperatures(plan, orders, say)
 
 

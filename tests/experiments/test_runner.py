@@ -96,6 +96,7 @@ def test_a_failed_cell_is_shown_with_what_it_did_and_counts_as_collapsed(done):
     assert by_key["broken-lr0.001"].judged == 0
     assert any("plain-lr1e+30-s0 is failed" in note for note in comparison.notes)
     assert any("qk_norm" in note for note in comparison.notes)
+    assert any("shared a process" in note for note in comparison.notes)
     assert "noisy" in by_key["noisy-lr0.001"].noise_effect
     (pair, other) = comparison.pairs
     assert pair.questions == 8 and pair.over_seeds is not None and pair.over_seeds.low is None
@@ -141,6 +142,14 @@ def test_orders_that_name_no_cell_are_refused(done):
         run_matrix(plan.path, [], plan.out, Orders(one_process=True, only=("plain-lr0.001-s1",)), quiet)
     with pytest.raises(ConfigError, match="2 of 6 cells cannot run"):
         run_matrix(plan.path, [], plan.out, Orders(one_process=True, strict=True), quiet)
+
+
+def test_data_that_is_not_there_makes_its_cells_invalid_and_no_others(tmp_path):
+    path = write_matrix(tmp_path, axes={"data.eval": [str(tmp_path), str(tmp_path / "none.jsonl")]})
+    plan = open_plan(path, [], tmp_path / "out")
+    assert [cell.problem is None for cell in plan.cells] == [True, False, True, False]
+    assert "none.jsonl" in plan.cells[1].problem
+    assert not any(cell.problem for cell in open_plan(path, [], tmp_path / "out", data=False).cells)
 
 
 class StopsAfter:

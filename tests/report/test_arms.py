@@ -177,3 +177,15 @@ def test_the_command_knows_runs_from_matrices(tmp_path, results):
 def test_what_is_stored_of_a_cell_is_enough(results):
     stored = settings_of(results, "nvfp4-s0")
     assert len(stored["questions"]["after"]["right"]) == 400
+
+
+def test_seeds_that_scatter_more_than_stated_are_told(results):
+    collection = read_cells([results])
+    (first,) = compare_cells(collection)
+    plan = collection.plans["example"]
+    tight = Collection(
+        cells=collection.cells, plans={"example": plan | {"plan": plan["plan"] | {"detect": {"sd": 0.001}}}}
+    )
+    (second,) = compare_cells(tight)
+    assert not any("scatter" in note for note in first.notes)
+    assert any("more than the 0.1 stated beforehand" in note for note in second.notes)
