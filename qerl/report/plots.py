@@ -44,6 +44,8 @@ OUTCOMES = (
     ("truncated", "truncated", "amber"),
     ("unscorable", "unscorable", "slate"),
 )
+FEW_STEPS = 12
+"""Up to so many steps, each has a tick of its own: a plot of one must not count in halves."""
 MOST_AREA_POINTS = 400
 """Steps are averaged into at most this many points of a stacked area."""
 
@@ -53,6 +55,8 @@ def panels(run: RunData) -> list[Panel]:
     found = [panel for build in _BUILDERS if (panel := build(run)) is not None]
     for panel in found:
         mark_single_points(panel.figure)
+        if run.last_step <= FEW_STEPS and panel.figure.layout.xaxis.title.text == "step":
+            panel.figure.update_xaxes(dtick=1)
     return found
 
 
@@ -325,7 +329,12 @@ def _shares(run: RunData, prefix: str, kinds: Sequence[tuple[str, str, str]]) ->
     rows = [row for row in run.metrics if row.get(prefix + kinds[0][0]) is not None]
     for key, name, color in kinds:
         steps, values = binned([(row["step"], row.get(prefix + key) or 0.0) for row in rows], most=MOST_AREA_POINTS)
-        if any(values):
+        if len(steps) == 1 and any(values):
+            # An area has no width at a single step.
+            marker = {"color": f"var(--c-{color}-fill)"}
+            figure.add_bar(x=steps, y=rounded(values), width=0.3, name=name, marker=marker, hovertemplate="%{y:.1%}")
+            figure.update_layout(barmode="stack")
+        elif any(values):
             figure.add_scatter(
                 x=steps,
                 y=rounded(values),

@@ -72,6 +72,7 @@ def stages_panel(run: RunData) -> Panel | None:
             x=steps,
             y=rounded(seconds),
             name=name,
+            width=0.3 if len(rows) == 1 else None,
             marker={"color": f"var(--c-{STAGE_COLORS[STAGES.index(name)]})", "line": {"width": 0}},
             hovertemplate="%{y:.3g} s",
         )

@@ -86,7 +86,7 @@ def test_settings_memory_time_and_warnings_are_shown(page):
         "optim.lr 0.0003 1e-05",
         "kv cache 50.3 MB 41.0 MB",
         "training phase, predicted 215 MB",
-        "rollout 26.1 s",
+        "rollout 26 s",
         "completion tokens",
         "versions.torch 2.13.0",
         "selects the worked mode",

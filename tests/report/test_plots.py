@@ -155,3 +155,13 @@ def test_a_figure_of_nothing_but_zeros_is_left_out(run):
         ([{**row, "clip_ratio/high_mean": 0.0, "clip_ratio/low_mean": 0.0} for row in clipped], False),
     ):
         assert ("clip" in {panel.id for panel in panels(replace(run, metrics=rows))}) is wanted
+
+
+def test_shares_of_one_step_are_stacked_bars(tmp_path):
+    run = read_run(write_fake_run(tmp_path / "run", steps=5, done=1, finished=False).path)
+    figures = {panel.id: panel.figure for panel in panels(run)}
+    for name in ("groups", "outcomes"):
+        assert {trace.type for trace in figures[name].data} == {"bar"}
+        assert figures[name].layout.barmode == "stack"
+        assert sum(trace.y[0] for trace in figures[name].data) == pytest.approx(1.0, abs=1e-5)
+        assert figures[name].layout.xaxis.dtick == 1
