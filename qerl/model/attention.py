@@ -103,7 +103,7 @@ class PackedSequences:
     ):
         self.cu_seqlens_S1 = cu_seqlens_S1
         # Asked of the device once a pack, and not once a layer.
-        self.longest = int(cu_seqlens_S1.diff().max())
+        self.lengths = tuple(cu_seqlens_S1.diff().tolist())
         self.positions_T = packed_positions(cu_seqlens_S1) if positions_T is None else positions_T
         self.samples: SampleRows | None = None
         if sample_keys_S is not None and prompt_lengths_S is not None:
@@ -117,7 +117,7 @@ class PackedSequences:
 
     def attend_heads(self, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor) -> Tensor:
         """Attention output [T, H, d] of heads that are rotated already."""
-        return packed_attention(q_THd, k_TKd, v_TKd, self.cu_seqlens_S1, q_THd.shape[-1] ** -0.5, longest=self.longest)
+        return packed_attention(q_THd, k_TKd, v_TKd, self.cu_seqlens_S1, q_THd.shape[-1] ** -0.5, lengths=self.lengths)
 
 
 def packed_positions(cu_seqlens_S1: Tensor) -> Tensor:

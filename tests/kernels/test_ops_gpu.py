@@ -213,10 +213,12 @@ def test_log_probs_and_the_gradient_to_the_hidden_states(tokens, vocabulary, wid
     for kernel, found in results.items():
         print(f"{kernel}: gradient error {error(found[2], exact[2]):.2e}", end="; ")
         # Tensor cores cut off instead of rounding when they add, so all logits shrink a little, the more the wider the model:
-        # measured 4.4e-6 of a log-prob at width 3584.
+        # measured 4.4e-6 of a log-prob at width 3584. An entropy changes by the variance of the logits times that.
         assert ((found[0] - exact[0]).abs() < 2e-5 + 1e-5 * exact[0].abs()).all(), kernel
-        assert ((found[1] - exact[1]).abs() < 2e-4).all(), kernel
+        assert ((found[1] - exact[1]).abs() < 1e-3).all(), kernel
         assert error(found[2], exact[2]) < 5e-3
+    for found, expected in zip(results["auto"][:2], results["reference"][:2], strict=True):
+        assert (found - expected).abs().max() < 1e-4
 
 
 def test_the_gradients_to_a_dense_head_and_its_bias():
@@ -251,15 +253,19 @@ def test_quantized_weights_have_the_bytes_of_the_format(make):
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(28, 4, 128), (14, 2, 64), (8, 8, 96)])
-def test_packed_attention(heads, kv_heads, size):
-    bounds = torch.tensor([0, 1, 64, 200, 777, 1000], device=DEVICE)
-    shapes = [(1000, n, size) for n in (heads, kv_heads, kv_heads)]
-    inputs = [random(*shape, seed=i, device=DEVICE, dtype=torch.bfloat16) for i, shape in enumerate(shapes)]
-    grad = random(1000, heads, size, seed=5, device=DEVICE, dtype=torch.bfloat16)
+@pytest.mark.parametrize("bounds", [(0, 1, 64, 200, 777, 1000), (0, 30, 2100, 2101, 2160)])
+def test_packed_attention(heads, kv_heads, size, bounds):
+    """Of like sequences, and of one that is given a call of its own."""
+    cu_seqlens, tokens = torch.tensor(bounds, device=DEVICE), bounds[-1]
+    inputs = [
+        random(tokens, n, size, seed=i, device=DEVICE, dtype=torch.bfloat16)
+        for i, n in enumerate((heads, kv_heads, kv_heads))
+    ]
+    grad = random(tokens, heads, size, seed=5, device=DEVICE, dtype=torch.bfloat16)
     results = []
     for kernel, dtype in (("flash", torch.bfloat16), ("flash", torch.bfloat16), ("reference", torch.float32)):
         leaves = [t.to(dtype).requires_grad_() for t in inputs]
-        output = packed_attention(*leaves, bounds, size**-0.5, kernel=kernel)
+        output = packed_attention(*leaves, cu_seqlens, size**-0.5, kernel=kernel)
         results.append((output, *torch.autograd.grad(output, leaves, grad.to(dtype))))
     for found, again, exact in zip(*results, strict=True):
         assert torch.equal(found, again)

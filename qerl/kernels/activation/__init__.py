@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from qerl.kernels import dispatch
@@ -24,4 +25,7 @@ def silu_mul(gate_up_TX: Tensor, *, kernel: str = "auto") -> Tensor:
     Raises:
         KernelUnavailableError: `kernel` cannot run here.
     """
-    return SiluMul.apply(gate_up_TX, dispatch.load("activation", gate_up_TX.device, kernel))
+    implementation = dispatch.load("activation", gate_up_TX.device, kernel)
+    if not torch.is_grad_enabled():
+        return implementation.forward(gate_up_TX)
+    return SiluMul.apply(gate_up_TX, implementation)

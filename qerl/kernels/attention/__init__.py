@@ -6,6 +6,8 @@ key/value head h // (H / K).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from qerl.kernels import dispatch
@@ -20,7 +22,7 @@ def packed_attention(
     cu_seqlens_S1: Tensor,
     scale: float,
     *,
-    longest: int | None = None,
+    lengths: Sequence[int] | None = None,
     kernel: str = "auto",
 ) -> Tensor:
     """Causal attention inside each of S sequences that are packed end to end. Differentiable.
@@ -29,7 +31,7 @@ def packed_attention(
         q_THd, k_TKd, v_TKd: one dtype; rotary embedding already applied.
         cu_seqlens_S1: int64 [S + 1], first token of each sequence, and T. No sequence is empty.
         scale: factor of the scores, 1 / sqrt(d) as a rule.
-        longest: tokens of the longest sequence, where the host knows it; else the device is asked, which waits for it.
+        lengths: tokens of each sequence, where the host knows them; else the device is asked, which waits for it.
         kernel: implementation by name.
 
     Returns:
@@ -39,4 +41,4 @@ def packed_attention(
         KernelUnavailableError: `kernel` cannot run here.
     """
     implementation = dispatch.load("attention", q_THd.device, kernel)
-    return implementation.packed_attention(q_THd, k_TKd, v_TKd, cu_seqlens_S1, scale, longest)
+    return implementation.packed_attention(q_THd, k_TKd, v_TKd, cu_seqlens_S1, scale, lengths)

@@ -1,15 +1,17 @@
 """Packed attention by torch's FlashAttention for sequences of varying length: no padding, grouped heads as they are.
 
 It takes bfloat16 and float16 with d at most 256 and a multiple of 8; other input (float32 tests, odd heads) goes to the
-reference. The gradient is made without atomics, so the same input gives the same bits.
+reference. The gradient is made without atomics, so the same input gives the same bits; a sequence that is much longer than the
+others is then given a call of its own (`balanced_runs`).
 
 Legend: T packed tokens, S sequences, H query heads, K key/value heads, d head size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -17,20 +19,64 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from qerl.kernels.attention import reference
+from qerl.kernels.sizes import ceil_div
 
 __all__ = ["packed_attention"]
 
 
 def packed_attention(
-    q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, cu_seqlens_S1: Tensor, scale: float, longest: int | None = None
+    q_THd: Tensor,
+    k_TKd: Tensor,
+    v_TKd: Tensor,
+    cu_seqlens_S1: Tensor,
+    scale: float,
+    lengths: Sequence[int] | None = None,
 ) -> Tensor:
     """See `qerl.kernels.attention.packed_attention`."""
-    size = q_THd.shape[-1]
+    heads, size = q_THd.shape[1:]
     if q_THd.dtype not in (torch.bfloat16, torch.float16) or size > 256 or size % 8:
-        return reference.packed_attention(q_THd, k_TKd, v_TKd, cu_seqlens_S1, scale, longest)
-    if longest is None:
-        longest = int(cu_seqlens_S1.diff().max())
-    return _PackedAttention.apply(q_THd, k_TKd, v_TKd, cu_seqlens_S1.int(), scale, longest)
+        return reference.packed_attention(q_THd, k_TKd, v_TKd, cu_seqlens_S1, scale, lengths)
+    if lengths is None:
+        lengths = cu_seqlens_S1.diff().tolist()
+    runs = balanced_runs(lengths, heads, _processors(q_THd.device))
+    if len(runs) == 1:
+        return _PackedAttention.apply(q_THd, k_TKd, v_TKd, cu_seqlens_S1.int(), scale, max(lengths))
+    tokens = [sum(lengths[run]) for run in runs]
+    outputs = [
+        _PackedAttention.apply(
+            *pieces,
+            (cu_seqlens_S1[run.start : run.stop + 1] - cu_seqlens_S1[run.start]).int(),
+            scale,
+            max(lengths[run]),
+        )
+        for run, *pieces in zip(runs, q_THd.split(tokens), k_TKd.split(tokens), v_TKd.split(tokens), strict=True)
+    ]
+    return torch.cat(outputs)
+
+
+def balanced_runs(lengths: Sequence[int], heads: int, processors: int) -> list[slice]:
+    """Neighboring sequences that go into one call.
+
+    The gradient without atomics gives each head of each sequence the same number of programs, which walk over its keys one after
+    another: processors / (sequences * heads), at least one. A sequence with more than 1.5 times the work (the square of its length)
+    that an even spread would give its programs keeps them busy long after the others are done. It gets a call, and so all
+    programs, to itself.
+    """
+    work = sum(length * length for length in lengths)
+    programs = ceil_div(processors, len(lengths) * heads)
+    alone = [2 * length * length * processors > 3 * programs * work * heads for length in lengths]
+    runs: list[slice] = []
+    for index in range(len(lengths)):
+        if runs and not alone[index] and not alone[index - 1]:
+            runs[-1] = slice(runs[-1].start, index + 1)
+        else:
+            runs.append(slice(index, index + 1))
+    return runs
+
+
+@cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 class _PackedAttention(torch.autograd.Function):

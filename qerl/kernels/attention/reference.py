@@ -5,13 +5,20 @@ Legend: T packed tokens, S sequences, L longest sequence, H query heads, K key/v
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 
 def packed_attention(
-    q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, cu_seqlens_S1: Tensor, scale: float, longest: int | None = None
+    q_THd: Tensor,
+    k_TKd: Tensor,
+    v_TKd: Tensor,
+    cu_seqlens_S1: Tensor,
+    scale: float,
+    lengths: Sequence[int] | None = None,
 ) -> Tensor:
     """See `qerl.kernels.attention.packed_attention`.
 
@@ -20,7 +27,7 @@ def packed_attention(
     """
     total, heads, size = q_THd.shape
     starts_S, lengths_S = cu_seqlens_S1[:-1], cu_seqlens_S1.diff()
-    sequences, longest = lengths_S.numel(), longest or int(lengths_S.max())
+    sequences, longest = lengths_S.numel(), max(lengths) if lengths else int(lengths_S.max())
     steps_L = torch.arange(longest, device=q_THd.device)
     source_SL = (starts_S[:, None] + steps_L).clamp(max=total - 1)
     ragged = sequences * longest != total

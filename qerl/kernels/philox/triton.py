@@ -13,7 +13,7 @@ from qerl.kernels.philox.device import normal_rows_tile, uniform_of
 from qerl.kernels.philox.reference import Key
 from qerl.kernels.sizes import ceil_div, power_of_2
 
-_BLOCK = 512
+_BLOCK, _WARPS = 512, 4
 
 
 def normal_rows(key: Key, n: int, c1: Tensor | int, c2: Tensor | int, c3: Tensor | int) -> Tensor:
@@ -27,7 +27,7 @@ def normal_rows(key: Key, n: int, c1: Tensor | int, c2: Tensor | int, c3: Tensor
     block = min(_BLOCK, power_of_2(max(n, 4)))
     if result_Rn.numel():
         _normal_rows[(rows, ceil_div(n, block))](
-            key_2, *counters, *strides, result_Rn, n, BLOCK=block, num_warps=1, enable_fp_fusion=False
+            key_2, *counters, *strides, result_Rn, n, BLOCK=block, num_warps=_WARPS, enable_fp_fusion=False
         )
     return result_Rn
 
@@ -39,7 +39,7 @@ def uniform_at(key: Key, counter: tuple[Tensor, ...]) -> Tensor:
     result = torch.empty(c0.shape, dtype=torch.float32, device=key_2.device)
     if result.numel():
         _uniform_at[(ceil_div(result.numel(), _BLOCK),)](
-            key_2, c0, c1, c2, c3, result, result.numel(), BLOCK=_BLOCK, num_warps=4
+            key_2, c0, c1, c2, c3, result, result.numel(), BLOCK=_BLOCK, num_warps=_WARPS
         )
     return result
 

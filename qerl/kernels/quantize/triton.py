@@ -38,7 +38,6 @@ def quantize(
     partial = torch.empty(ceil_div(count, _PROGRAM_ELEMENTS), dtype=torch.float32, device=device)
     _largest[(len(partial),)](weight_OI, partial, count, SIZE=_PROGRAM_ELEMENTS, num_warps=4)
     reach = partial.amax()
-    check_finite(reach, name)
     divisor = global_scale(reach)
     blocks = -(-d_in // BLOCK)
     packed = torch.empty(d_out, blocks * BLOCK // 2, dtype=torch.uint8, device=device)
@@ -56,6 +55,8 @@ def quantize(
         num_warps=4,
         enable_fp_fusion=False,
     )
+    # Asked last: the answer waits for the device, which has both passes to do by then.
+    check_finite(reach, name)
     tensors = {
         "packed": packed,
         "block_scales": scales.view(torch.float8_e4m3fn),

@@ -5,6 +5,7 @@ Legend: T tokens, D channels.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from qerl.kernels import dispatch
@@ -36,6 +37,8 @@ def rms_norm(
     """
     implementation = dispatch.load("rms_norm", x_TD.device, kernel)
     z, record = implementation.prepare(noise, x_TD)
+    if not torch.is_grad_enabled():
+        return implementation.forward(x_TD, weight_D, eps, z if record is None else record)[0]
     return RmsNorm.apply(x_TD, weight_D, eps, z, record, implementation)
 
 
@@ -66,4 +69,6 @@ def add_rms_norm(
         return rms_norm(x_TD, weight_D, eps, noise, kernel=kernel), x_TD
     implementation = dispatch.load("rms_norm", x_TD.device, kernel)
     z, record = implementation.prepare(noise, x_TD)
+    if not torch.is_grad_enabled():
+        return implementation.add_forward(x_TD, residual_TD, weight_D, eps, z if record is None else record)[:2]
     return AddRmsNorm.apply(x_TD, residual_TD, weight_D, eps, z, record, implementation)

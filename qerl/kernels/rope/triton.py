@@ -42,6 +42,8 @@ def rope(
         and (norms.q_weight_d.requires_grad or norms.k_weight_d.requires_grad)
     ):
         qkv_TX, norms = _normed(qkv_TX, heads, kv_heads, norms), None
+    if not torch.is_grad_enabled():
+        return _heads(qkv_TX, positions_T, cos_Pd, sin_Pd, heads, kv_heads, norms)
     return _Rope.apply(qkv_TX, positions_T, cos_Pd, sin_Pd, heads, kv_heads, norms)
 
 
@@ -75,6 +77,23 @@ def _normed(qkv_TX: Tensor, heads: int, kv_heads: int, norms: HeadNorms) -> Tens
     return torch.cat((q_THd.flatten(1), k_TKd.flatten(1), v_TX), dim=1)
 
 
+def _heads(
+    qkv_TX: Tensor,
+    positions_T: Tensor | None,
+    cos_Pd: Tensor,
+    sin_Pd: Tensor,
+    heads: int,
+    kv_heads: int,
+    norms: HeadNorms | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    tokens, size = qkv_TX.shape[0], cos_Pd.shape[-1]
+    q_THd = qkv_TX.new_empty(tokens, heads, size)
+    k_TKd, v_TKd = qkv_TX.new_empty(tokens, kv_heads, size), qkv_TX.new_empty(tokens, kv_heads, size)
+    outputs = (q_THd, k_TKd, v_TKd)
+    _launch(_forward, qkv_TX, positions_T, cos_Pd, sin_Pd, heads, kv_heads, norms, outputs, None, None)
+    return outputs
+
+
 class _Rope(torch.autograd.Function):
     """Keeps the projections only where a norm needs them."""
 
@@ -89,8 +108,7 @@ class _Rope(torch.autograd.Function):
         kv_heads: int,
         norms: HeadNorms | None,
     ) -> tuple[Tensor, ...]:
-        outputs = tuple(qkv_TX.new_empty(len(qkv_TX), n, cos_Pd.shape[-1]) for n in (heads, kv_heads, kv_heads))
-        _launch(_forward, qkv_TX, positions_T, cos_Pd, sin_Pd, heads, kv_heads, norms, outputs, None, None)
+        outputs = _heads(qkv_TX, positions_T, cos_Pd, sin_Pd, heads, kv_heads, norms)
         ctx.save_for_backward(None if norms is None else qkv_TX, positions_T, cos_Pd, sin_Pd)
         ctx.norms = norms
         return outputs

@@ -143,9 +143,10 @@ class _Block:
             width,
             self.hidden_MD.shape[1],
             self.temperature,
+            UNIT=self.temperature == 1.0,
             BLOCK=block,
             WIDTH=min(power_of_2(self.hidden_MD.shape[1]), 1024),
-            num_warps=min(max(block // 512, 1), 8),
+            num_warps=_warps(block),
         )
         if self.e_MD is not None and p_Mv is not None:
             _product(p_Mv, values_vD, self.e_MD, add=True)
@@ -211,8 +212,9 @@ def gradients(
                 rows.start,
                 width,
                 temperature,
+                UNIT=temperature == 1.0,
                 BLOCK=block,
-                num_warps=min(max(block // 512, 1), 8),
+                num_warps=_warps(block),
             )
             # The gradient is divided by the divisors of a packed head, as the sum over its values needs it; neither such a
             # head nor a bias beside it gets a gradient here.
@@ -229,6 +231,11 @@ def gradients(
         None if grad_head is None else grad_head.to(head.dtype if isinstance(head, Tensor) else torch.float32),
         None if grad_bias is None or bias_V is None else grad_bias.to(bias_V.dtype),
     )
+
+
+def _warps(block: int) -> int:
+    """Of a program that takes a row of a tile: 16 logits a thread."""
+    return min(max(block // 512, 1), 16)
 
 
 def _blocks(tokens: int, most: int) -> Iterator[slice]:
@@ -264,14 +271,16 @@ def _product(a: Tensor, b: Tensor, out: Tensor, *, add: bool = False) -> Tensor:
 
 
 @triton.jit
-def _scaled(logits, divisor, bias, row, columns, inside, width, temperature):
-    """logits / T of one token and tile, float32; -inf beyond the tile."""
+def _scaled(logits, divisor, bias, row, columns, inside, width, temperature, UNIT: tl.constexpr):
+    """logits / T of one token and tile, float32; -inf beyond the tile. UNIT says that T is 1."""
     value = tl.load(logits + row * width + columns, mask=inside, other=0.0)
     if divisor is not None:
         value = value / tl.load(divisor + columns, mask=inside, other=1.0)
     if bias is not None:
         value += tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
-    return tl.where(inside, value / temperature, -float("inf"))
+    if not UNIT:
+        value = value / temperature
+    return tl.where(inside, value, -float("inf"))
 
 
 @triton.jit
@@ -290,13 +299,14 @@ def _absorb(
     width,
     hidden_size,
     temperature,
+    UNIT: tl.constexpr,
     BLOCK: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < width
-    scaled = _scaled(logits, divisor, bias, row, columns, inside, width, temperature)
+    scaled = _scaled(logits, divisor, bias, row, columns, inside, width, temperature, UNIT)
     old = tl.load(sums + row)
     s = tl.load(sums + count + row)
     t = tl.load(sums + 2 * count + row)
@@ -372,12 +382,13 @@ def _logits_gradient(
     start,
     width,
     temperature,
+    UNIT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < width
-    log_p = _scaled(logits, divisor, bias, row, columns, inside, width, temperature) - tl.load(lse + row)
+    log_p = _scaled(logits, divisor, bias, row, columns, inside, width, temperature, UNIT) - tl.load(lse + row)
     p = tl.exp(log_p)
     result = tl.zeros((BLOCK,), tl.float32)
     if grad_entropy is not None:
