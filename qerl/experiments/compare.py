@@ -299,8 +299,10 @@ def _spread_notes(arms: Sequence[ArmRow], plan: Mapping[str, Any]) -> list[str]:
     if pooled <= stated:
         return []
     return [
-        (f"Seeds scatter by {100 * pooled:.1f} points (pooled standard deviation, {freedom} degrees of freedom), more than the "
-        f"{100 * stated:g} stated beforehand: only larger differences than stated can be found.")
+        (
+            f"Seeds scatter by {100 * pooled:.1f} points (pooled standard deviation, {freedom} degrees of freedom), more than the "
+            f"{100 * stated:g} stated beforehand: only larger differences than stated can be found."
+        )
     ]
 
 

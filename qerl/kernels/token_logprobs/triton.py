@@ -1,4 +1,3 @@
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 """Tiles of logits that stay in the cache of the GPU: one matrix product a tile, then one pass over it.
 
 Legend: N tokens, M tokens of a block, D hidden size, V vocabulary, v rows of the head in a tile.
@@ -21,14 +20,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from qerl.formats import PackedWeight
 from qerl.kernels.sizes import power_of_2
 from qerl.kernels.token_logprobs import autograd, reference
+from qerl.kernels.token_logprobs.device import absorb, finish, logits_gradient
 from qerl.kernels.token_logprobs.head import Head, factored_rows
 from qerl.kernels.token_logprobs.reference import head_logits
 
@@ -128,7 +126,7 @@ class _Block:
         logits_Mv = _product(self.hidden_MD, values_vD.T, self.room.logits[: count * width].view(count, width))
         p_Mv = None if self.room.p is None else self.room.p[: count * width].view(count, width)
         block = power_of_2(width)
-        _absorb[(count,)](
+        absorb[(count,)](
             logits_Mv,
             divisor_v,
             None if bias_V is None else bias_V[rows],
@@ -154,7 +152,7 @@ class _Block:
     def finish(self, logp_M: Tensor, entropy_M: Tensor, lse_M: Tensor, slope_MD: Tensor | None) -> None:
         """Write the results of the block."""
         width = self.hidden_MD.shape[1]
-        _finish[(len(self.hidden_MD),)](
+        finish[(len(self.hidden_MD),)](
             self.sums_4M,
             self.e_MD,
             self.target_MD,
@@ -199,7 +197,7 @@ def gradients(
             logits_Mv = _product(hidden_MD, values_vD.T, logits[: count * width].view(count, width))
             grad_Mv = grad[: count * width].view(count, width)
             block = power_of_2(width)
-            _logits_gradient[(count,)](
+            logits_gradient[(count,)](
                 logits_Mv,
                 divisor_v,
                 None if bias_V is None else bias_V[rows],
@@ -268,135 +266,3 @@ def _product(a: Tensor, b: Tensor, out: Tensor, *, add: bool = False) -> Tensor:
     if add:
         return torch.ops.aten.addmm.dtype_out(out, a, b, torch.float32, out=out)
     return torch.ops.aten.mm.dtype_out(a, b, torch.float32, out=out)
-
-
-@triton.jit
-def _scaled(logits, divisor, bias, row, columns, inside, width, temperature, UNIT: tl.constexpr):
-    """logits / T of one token and tile, float32; -inf beyond the tile. UNIT says that T is 1."""
-    value = tl.load(logits + row * width + columns, mask=inside, other=0.0)
-    if divisor is not None:
-        value = value / tl.load(divisor + columns, mask=inside, other=1.0)
-    if bias is not None:
-        value += tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
-    if not UNIT:
-        value = value / temperature
-    return tl.where(inside, value, -float("inf"))
-
-
-@triton.jit
-def _absorb(
-    logits,
-    divisor,
-    bias,
-    targets,
-    sums,
-    p,
-    e,
-    values,
-    target_rows,
-    start,
-    count,
-    width,
-    hidden_size,
-    temperature,
-    UNIT: tl.constexpr,
-    BLOCK: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    columns = tl.arange(0, BLOCK)
-    inside = columns < width
-    scaled = _scaled(logits, divisor, bias, row, columns, inside, width, temperature, UNIT)
-    old = tl.load(sums + row)
-    s = tl.load(sums + count + row)
-    t = tl.load(sums + 2 * count + row)
-    highest = tl.max(scaled, axis=0)
-    # The reference follows the maximum only when it must: float32 and bfloat16 hold e^30 as well as 1.
-    new = tl.where(highest > old + 30.0, highest, old)
-    rise = tl.where(s > 0.0, old - new, 0.0)
-    shrink = tl.exp(rise)
-    weight = tl.exp(scaled - new)
-    above = tl.where(inside, scaled - new, 0.0)
-    t = shrink * (t + s * rise) + tl.sum(weight * above, axis=0)
-    s = shrink * s + tl.sum(weight, axis=0)
-    tl.store(sums + row, new)
-    tl.store(sums + count + row, s)
-    tl.store(sums + 2 * count + row, t)
-    target = tl.load(targets + row) - start
-    here = (target >= 0) & (target < width)
-    if here:
-        tl.store(sums + 3 * count + row, tl.sum(tl.where(columns == target, scaled, 0.0), axis=0))
-    if e is not None:
-        if divisor is not None:
-            weight = weight / tl.load(divisor + columns, mask=inside, other=1.0)
-        weight = tl.where(columns == target, 0.0, weight)
-        tl.store(p + row * width + columns, weight.to(p.dtype.element_ty), mask=inside)
-        channels = tl.arange(0, WIDTH)
-        if here:
-            scale = 1.0
-            if divisor is not None:
-                scale = tl.load(divisor + target)
-            for first in range(0, hidden_size, WIDTH):
-                within = first + channels < hidden_size
-                w = tl.load(values + target * hidden_size + first + channels, mask=within, other=0.0).to(tl.float32)
-                place = target_rows + row * hidden_size + first + channels
-                tl.store(place, (w / scale).to(target_rows.dtype.element_ty), mask=within)
-        if rise < 0.0:
-            for first in range(0, hidden_size, WIDTH):
-                within = first + channels < hidden_size
-                place = e + row * hidden_size + first + channels
-                tl.store(place, tl.load(place, mask=within, other=0.0) * shrink, mask=within)
-
-
-@triton.jit
-def _finish(sums, e, target_rows, logp, entropy, lse, slope, count, hidden_size, temperature, WIDTH: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    s = tl.load(sums + count + row)
-    log_s = tl.log(s)
-    lse_value = tl.load(sums + row) + log_s
-    logp_value = tl.load(sums + 3 * count + row) - lse_value
-    tl.store(lse + row, lse_value)
-    tl.store(logp + row, logp_value)
-    tl.store(entropy + row, log_s - tl.load(sums + 2 * count + row) / s)
-    if e is not None:
-        channels = tl.arange(0, WIDTH)
-        within = channels < hidden_size
-        place = row * hidden_size + channels
-        rest = tl.load(e + place, mask=within, other=0.0) / s
-        w = tl.load(target_rows + place, mask=within, other=0.0).to(tl.float32)
-        result = ((1.0 - tl.exp(logp_value)) * w - rest) / temperature
-        tl.store(slope + place, result.to(slope.dtype.element_ty), mask=within)
-
-
-@triton.jit
-def _logits_gradient(
-    logits,
-    divisor,
-    bias,
-    targets,
-    lse,
-    entropy,
-    grad_logp,
-    grad_entropy,
-    grad,
-    start,
-    width,
-    temperature,
-    UNIT: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    columns = tl.arange(0, BLOCK)
-    inside = columns < width
-    log_p = _scaled(logits, divisor, bias, row, columns, inside, width, temperature, UNIT) - tl.load(lse + row)
-    p = tl.exp(log_p)
-    result = tl.zeros((BLOCK,), tl.float32)
-    if grad_entropy is not None:
-        result -= tl.load(grad_entropy + row) * p * (tl.where(inside, log_p, 0.0) + tl.load(entropy + row))
-    if grad_logp is not None:
-        chosen = (columns == tl.load(targets + row) - start).to(tl.float32)
-        result += tl.load(grad_logp + row) * (chosen - p)
-    result = result / temperature
-    if divisor is not None:
-        result = result / tl.load(divisor + columns, mask=inside, other=1.0)
-    tl.store(grad + row * width + columns, result.to(grad.dtype.element_ty), mask=inside)
