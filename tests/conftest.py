@@ -9,9 +9,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_configure(config):
-    """Triton kernels run in its interpreter, on the CPU, except in a run of the GPU tests; set before Triton is imported."""
+    """Triton kernels run in its interpreter, on the CPU, except in a run of the GPU tests; set before Triton is imported. So a GPU
+    that is there is hidden: kernels would be interpreted on it, too."""
     if "gpu" not in config.option.markexpr.replace("not gpu", ""):
         os.environ.setdefault("TRITON_INTERPRET", "1")
+        os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 
 
 sys.path[:0] = [str(path) for path in sorted(Path(__file__).parent.iterdir()) if path.is_dir()]
