@@ -89,6 +89,10 @@ def test_a_mistake_ends_in_a_message_on_stderr_and_exit_code_2():
         (("eval", "demo", *SMALL[1:], "eval.noise=true"), ("no policy here was trained with any", "--sigma 0.01")),
         (("eval", "demo", *SMALL[1:], "--sigma", "0.1"), ("--sigma sets the level of --noise",)),
         (("eval", "--compare", "demo"), ("--compare takes two evaluations",)),
+        (("eval", "--compare", "a", "b", "--limit", "3", "--base"), ("made already; got --base --limit",)),
+        (("export", "runs", "--out", "new", "--weights", "trained"), ("what --merge adds the adapter to",)),
+        (("export", "runs", "--out", "new", "--merge", "--base-name", "a/b"), ("a merged model has no base",)),
+        (("export", "runs", "--out", "new", "--base", "demo"), ("what --merge starts from",)),
         (("eval", "--compare", "demo", "demo"), ("there is no evaluation here", "qerl eval --out")),
         (("report", "no/such/run"), ("no/such/run",)),
         (("quantize", "demo", "--out", "x", "--format", "nvpf4"), ("got 'nvpf4'", "Did you mean nvfp4?")),
@@ -183,6 +187,30 @@ def test_eval_of_a_run_refuses_what_does_not_go_with_it(run_folder):
     text = refused("eval", run_folder, "--checkpoint", "7")
     assert "a step of 1, 2" in text
     assert "brings its own configuration" in refused("eval", run_folder, "configs/demo.yaml")
+
+
+def test_eval_measures_suites_and_checkpoints_in_one_go_and_compares_what_it_wrote(run_folder, tiny_run, tmp_path):
+    train = [setting for setting in tiny_run if setting.startswith("data.train=")][-1].partition("=")[2]
+    text = ok(
+        "eval", run_folder, "--base", "--checkpoint", "all", "--data", f"arithmetic,{train}", "--out", tmp_path / "e"
+    )
+    rows = [line.split()[:2] for line in text.splitlines() if line.startswith(("arithmetic ", "train "))]
+    assert rows == [
+        [suite, policy] for policy in ("base", "checkpoint-1", "checkpoint-2") for suite in ("arithmetic", "train")
+    ]
+    assert "mean" not in text
+    assert text.count("McNemar") == 4
+    files = sorted(path.name for path in (tmp_path / "e").glob("*.parquet"))
+    assert len(files) == 6
+    text = ok(
+        *("eval", "--compare", tmp_path / "e" / "train--base.parquet", tmp_path / "e" / "train--checkpoint-2.parquet"),
+        *("--out", tmp_path / "difference.json"),
+    )
+    assert "train: checkpoint-2 against base" in text
+    (found,) = json.loads((tmp_path / "difference.json").read_text())
+    assert found["low"] <= found["difference"] <= found["high"]
+    assert "after step 2 against" in ok("eval", "--compare", f"{run_folder}:0", run_folder)
+    assert "same questions" in refused("eval", "--compare", run_folder, tmp_path / "e" / "train--base.parquet")
 
 
 def test_watch_shows_a_finished_run(run_folder):

@@ -55,7 +55,8 @@ def evaluate(
         Path | None,
         typer.Option(
             metavar="DIR | FILE.json",
-            help="Also write evaluation.json and a parquet file of questions for each suite and policy; or all as one JSON.",
+            help="Also write evaluation.json and a parquet file of questions for each suite and policy; or all as one JSON. "
+            "With --compare: the comparisons as JSON.",
         ),
     ] = None,
     compare: Annotated[
@@ -71,11 +72,21 @@ def evaluate(
     Every suite is a line of its own; no mean replaces them. Noise is off unless --noise asks for it beside the clean policy.
     A bare model is measured as it is stored, usually unquantized (bf16); quant.format=nvfp4 measures what training starts from.
     """
-    if compare:
-        _compare(target, settings)
-        return
     if out is not None:
-        check_writable(out, folder=out.suffix != ".json")
+        check_writable(out, folder=out.suffix != ".json" and not compare)
+    if compare:
+        others: dict[str, Any] = {
+            "--data": data,
+            "--checkpoint": checkpoint,
+            "--adapter": adapter,
+            "--base": base or None,
+        }
+        others |= {"--samples": samples, "--temperature": temperature, "--noise": noise or None, "--sigma": sigma}
+        given = [name for name, value in (others | {"--limit": limit}).items() if value is not None]
+        if given:
+            raise ConfigError("--compare reads evaluations that are made already", got=" ".join(given))
+        _compare(target, settings, out)
+        return
     if sigma is not None and not noise:
         raise ConfigError("--sigma sets the level of --noise", got=f"--sigma {sigma:g}", remedy="Add --noise 1")
     config_file, overrides = split_settings(settings)
@@ -131,8 +142,8 @@ def evaluate(
             write_evaluations(out, found.measurements, facts, comparisons)
 
 
-def _compare(first: str, others: list[str] | None) -> None:
-    """Two evaluations from disk against each other, suite by suite."""
+def _compare(first: str, others: list[str] | None, out: Path | None) -> None:
+    """Two evaluations from disk against each other, suite by suite; ``out`` gets them as JSON."""
     if not others or len(others) != 1:
         raise ConfigError(
             "--compare takes two evaluations",
@@ -142,5 +153,9 @@ def _compare(first: str, others: list[str] | None) -> None:
     from qerl.eval.compare import compare_stored, pair_up
     from qerl.eval.files import read_evaluations
 
-    for one, other in pair_up(read_evaluations(first), read_evaluations(others[0])):
-        print("\n".join(compare_stored(one, other).lines()))
+    pairs = pair_up(read_evaluations(first), read_evaluations(others[0]))
+    found = [compare_stored(one, other) for one, other in pairs]
+    for comparison in found:
+        print("\n".join(comparison.lines()))
+    if out is not None:
+        write_json(out, [comparison.to_dict() for comparison in found])

@@ -47,6 +47,16 @@ def export(
     """Write a PEFT folder for serving, or with --merge a Hugging Face checkpoint with adapter and trained norms merged in."""
     if weights not in ("plain", "trained"):
         raise ConfigError("--weights is not understood", got=weights, expected="plain or trained")
+    if not merge and weights != "plain":
+        raise ConfigError(
+            "--weights says what --merge adds the adapter to", got=f"--weights {weights}", remedy="Add --merge"
+        )
+    if merge and base_name is not None:
+        raise ConfigError("--base-name is for an adapter; a merged model has no base", got=f"--base-name {base_name}")
+    if not merge and base is not None:
+        raise ConfigError(
+            "--base says what --merge starts from", got=f"--base {base}", remedy="Add --merge, or --base-name"
+        )
     check_writable(out, folder=True)
     if out.exists():
         raise ConfigError("the folder to write exists already", got=out, remedy="Choose another --out, or delete it")
@@ -99,6 +109,8 @@ def _export_run(
             raise ConfigError(
                 "a run of full mode has no adapter", got=target.description, remedy="Add --merge to copy its model"
             )
+        if weights != "plain":
+            raise ConfigError("a run of full mode trained its weights themselves", got=f"--weights {weights}")
         print_facts({"model": export_model(require_model_path(config), out), "of": target.description})
         return
     if not merge:
