@@ -4,12 +4,15 @@ The scratch holds V = q * s, exact in bfloat16. cuBLAS multiplies its float32 su
 and adapters, before its one rounding:
 
     y = round((x V^T) / G + c),    c = round(bias + scale * B round(A x))
+
+cuBLAS is told to add partial sums in float32.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import accumulate
 
 import torch
@@ -18,7 +21,7 @@ from torch import Tensor
 from qerl.formats import PackedWeight, get_format
 from qerl.kernels.cuda import Launch
 from qerl.kernels.fp4_linear.adapter import Placement
-from qerl.kernels.fp4_linear.workspace import compiled, workspace
+from qerl.kernels.fp4_linear.workspace import SCALE_BASE, compiled, workspace
 
 _BLOCKS_A_MULTIPROCESSOR = 8
 _THREADS = 256
@@ -27,10 +30,12 @@ _THREADS = 256
 class _Params(ctypes.Structure):
     """`DequantizeParams` of cuda/dequantize.cu."""
 
+    __slots__ = ()
     _fields_ = (
         ("tiles", ctypes.c_void_p),
         ("out", ctypes.c_void_p),
         *((name, ctypes.c_int) for name in ("n", "k", "units", "row_tiles")),
+        ("scale_base", ctypes.c_uint),
     )
 
 
@@ -47,8 +52,9 @@ def forward(
     y_TO = torch.empty(x_TI.shape[0], weight.shape[0], dtype=torch.bfloat16, device=x_TI.device)
     filled = _start(y_TO, bias_O, placements, shrunk, b_OR)
     values_OI, alphas = values(weight)
-    for rows, alpha in alphas:
-        y_TO[:, rows].addmm_(x_TI, values_OI[rows].T, beta=float(filled), alpha=alpha)
+    with _float32_sums():
+        for rows, alpha in alphas:
+            y_TO[:, rows].addmm_(x_TI, values_OI[rows].T, beta=float(filled), alpha=alpha)
     return y_TO, shrunk
 
 
@@ -64,6 +70,18 @@ def input_gradient(grad_TO: Tensor, weight: PackedWeight) -> Tensor:
             grad_TI.addmm_(grad_TO[:, rows], values_OI[rows], alpha=alpha)
     assert grad_TI is not None
     return grad_TI
+
+
+@contextmanager
+def _float32_sums() -> Iterator[None]:
+    """No partial sums in bfloat16 inside."""
+    settings = torch.backends.cuda.matmul
+    before = settings.allow_bf16_reduced_precision_reduction
+    settings.allow_bf16_reduced_precision_reduction = False
+    try:
+        yield
+    finally:
+        settings.allow_bf16_reduced_precision_reduction = before
 
 
 def values(weight: PackedWeight) -> tuple[Tensor, list[tuple[slice, float]]]:
@@ -89,7 +107,7 @@ def dequantize_tiles(weight: PackedWeight, out_OI: Tensor) -> Tensor:
     row_tiles, units, _ = tiles.shape
     space = workspace(weight.device)
     blocks = min(-(-row_tiles * units * 32 // _THREADS), space.multiprocessors * _BLOCKS_A_MULTIPROCESSOR)
-    params = _Params(tiles.data_ptr(), out_OI.data_ptr(), *weight.shape, units, row_tiles)
+    params = _Params(tiles.data_ptr(), out_OI.data_ptr(), *weight.shape, units, row_tiles, SCALE_BASE)
     compiled(weight.device, "dequantize").launch(Launch(grid=blocks, block=_THREADS), params)
     return out_OI
 

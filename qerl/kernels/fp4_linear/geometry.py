@@ -1,21 +1,51 @@
-"""How the decode kernel cuts a product into blocks, clusters and rounds. Plain arithmetic, free of torch."""
+"""How the decode kernels cut a product into blocks, clusters and rounds. Plain arithmetic, free of torch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 ROWS, COLUMNS, TILE_BYTES = 16, 64, 576
-WARPS = 12
-STAGES = 6
 LORA_WARPS = 4
-THREADS = 32 * (WARPS + LORA_WARPS)
-MAX_PARTS = 4
-MAX_SEGMENTS = 4
 
 _FRAGMENT = 512
-_FEW_SLICES = 16
-"""Partial sums of h that every block adds."""
+_X_COST = 0.3
+_ADAPTER_COST = 0.3
+_ROUND_COST = 40_000
+"""Bytes that could be read in the time of a round's barriers; above it, the cost of a byte that other blocks read too, and that comes
+from the cache, against one of the weight."""
+_STATIC = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One of the decode kernels."""
+
+    kernel: str
+    """Its function, and its file in cuda/."""
+    rings: tuple[int, ...]
+    """Units that a warp's ring may hold, the preferred number first."""
+    copies: int | None = None
+    """Copies that fill the ring, each counted at a barrier; None where every unit is copied by itself."""
+
+    @property
+    def barriers(self) -> int:
+        """Bytes of its barriers."""
+        return 0 if self.copies is None else 384
+
+
+RING = Variant("decode", (6, 4))
+BULK = Variant("decode_bulk", (8, 4), copies=2)
+
+
+def warps(columns: int) -> int:
+    """Main warps of a block; fewer where each needs more registers."""
+    return 16 if columns <= 2 else 12
+
+
+def threads(columns: int) -> int:
+    """Threads of a block, the adapters' warps with them."""
+    return 32 * (warps(columns) + LORA_WARPS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,33 +64,58 @@ class Geometry:
     """Most units of a block's slice."""
     round_tiles: int
     """Row tiles of a cluster between two reductions."""
-    sub_slices: int
-    """Parts of a slice for the adapters' A."""
+    rank_slots: int
+    """Partial sums that one block sends to another in a round, at most."""
+    groups: int
+    """Groups of 16 adapter rows that the row tiles of one cluster need, at most."""
+    ring: int
+    """Units of a warp's ring."""
     shared: int
     """Bytes of shared memory."""
 
-    @property
-    def partial_floats(self) -> int:
-        """float32 numbers exchanged for 16 adapter rows."""
-        return self.cluster * self.sub_slices * self.columns * _FRAGMENT // 4
+    def cost(self) -> float:
+        """Bytes that the busiest block reads, those from the cache at a discount."""
+        most_tiles = -(-self.row_tiles // self.clusters)
+        rounds = -(-most_tiles // self.round_tiles)
+        slice_bytes = 2 * COLUMNS * self.slice_units
+        return (
+            rounds * _ROUND_COST
+            + most_tiles * self.slice_units * TILE_BYTES
+            + slice_bytes * (_X_COST * 8 * self.columns + _ADAPTER_COST * ROWS * self.groups)
+        )
 
-    def cost(self) -> int:
-        """Units that the busiest block reads."""
-        return -(-self.row_tiles // self.clusters) * self.slice_units
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """What the geometry depends on of an adapter part."""
+
+    row_start: int
+    row_stop: int
+    rank: int
 
 
 def decode_geometry(
-    rows: int, shape: tuple[int, int], ranks: int, *, cluster: int, clusters: int, limit: int
+    rows: int,
+    shape: tuple[int, int],
+    adapters: Sequence[Adapter],
+    *,
+    cluster: int,
+    clusters: int,
+    limit: int,
+    variant: Variant,
+    ring: int,
 ) -> Geometry | None:
     """The geometry for `rows` rows of x, or None where x and the ring do not fit into shared memory.
 
     Args:
         rows: M.
         shape: [d_out, d_in].
-        ranks: adapter rows of all parts together.
+        adapters: parts, in order.
         cluster: blocks of a cluster.
         clusters: clusters that run at the same time.
         limit: bytes of shared memory that a block may have.
+        variant: the kernel.
+        ring: units of a warp's ring.
     """
     columns = -(-rows // 8)
     row_tiles, units = -(-shape[0] // ROWS), -(-shape[1] // COLUMNS)
@@ -69,35 +124,43 @@ def decode_geometry(
     clusters = min(clusters, row_tiles)
     slice_units = -(-units // cluster)
     most_tiles = -(-row_tiles // clusters)
-    groups = -(-ranks // ROWS)
-    fixed = WARPS * STAGES * TILE_BYTES + 16 * columns * (slice_units * COLUMNS + 8)
-    fixed += LORA_WARPS * columns * _FRAGMENT + 16 * columns * (groups * ROWS + 8)
+    groups = _groups(row_tiles, clusters, adapters)
+    fixed = warps(columns) * ring * TILE_BYTES + variant.barriers + 16 * columns * (slice_units * COLUMNS + 8)
+    fixed += (2 * LORA_WARPS + cluster * groups) * columns * _FRAGMENT + 16 * columns * (groups * ROWS + 8)
 
-    def shared(round_tiles: int) -> int:
-        slots = round_tiles + WARPS - 1 + -(-round_tiles // cluster)
-        return fixed + slots * columns * _FRAGMENT
-
-    rounds = next((n for n in range(1, most_tiles + 1) if shared(-(-most_tiles // n)) <= limit), None)
-    if rounds is None:
-        return None
-    round_tiles = -(-most_tiles // rounds)
-    return Geometry(
-        columns=columns,
-        cluster=cluster,
-        clusters=clusters,
-        row_tiles=row_tiles,
-        units=units,
-        slice_units=slice_units,
-        round_tiles=round_tiles,
-        sub_slices=max(1, min(_FEW_SLICES // cluster, clusters // max(groups, 1), slice_units)),
-        shared=shared(round_tiles),
-    )
+    for rounds in range(1, most_tiles + 1):
+        round_tiles = -(-most_tiles // rounds)
+        last = {tiles % round_tiles or round_tiles for tiles in (most_tiles, row_tiles // clusters) if tiles}
+        slots = max(_rank_slots(tiles, units, cluster, warps(columns)) for tiles in {round_tiles, *last})
+        share = -(-round_tiles // cluster)
+        shared = fixed + cluster * slots * columns * _FRAGMENT + share * (columns * _FRAGMENT + 64)
+        if shared + _STATIC <= limit:
+            return Geometry(
+                columns=columns,
+                cluster=cluster,
+                clusters=clusters,
+                row_tiles=row_tiles,
+                units=units,
+                slice_units=slice_units,
+                round_tiles=round_tiles,
+                rank_slots=slots,
+                groups=groups,
+                ring=ring,
+                shared=shared,
+            )
+    return None
 
 
 def best_geometry(
-    rows: int, shape: tuple[int, int], ranks: int, *, clusters: Callable[[int], int], limit: int
+    rows: int,
+    shape: tuple[int, int],
+    adapters: Sequence[Adapter],
+    *,
+    clusters: Callable[[int], int],
+    limit: int,
+    variant: Variant = RING,
 ) -> Geometry | None:
-    """Of the cluster sizes that fit, the one whose busiest block reads least; the larger of equals, which shares x better.
+    """Of the cluster sizes that fit, the one whose busiest block reads least.
 
     Args:
         clusters: cluster size -> clusters that run at the same time, 0 where the device has none.
@@ -105,7 +168,44 @@ def best_geometry(
     found = []
     for cluster in (8, 4, 2, 1):
         if (count := clusters(cluster)) > 0:
-            geometry = decode_geometry(rows, shape, ranks, cluster=cluster, clusters=count, limit=limit)
-            if geometry is not None:
-                found.append(geometry)
+            tried = (
+                decode_geometry(
+                    rows, shape, adapters, cluster=cluster, clusters=count, limit=limit, variant=variant, ring=ring
+                )
+                for ring in variant.rings
+            )
+            found += [geometry for geometry in tried if geometry is not None][:1]
     return min(found, key=Geometry.cost, default=None)
+
+
+def _share(index: int, of: int, total: int) -> int:
+    return index * total // of
+
+
+def _holder(element: int, of: int, total: int) -> int:
+    return ((element + 1) * of - 1) // total
+
+
+def _groups(row_tiles: int, clusters: int, adapters: Sequence[Adapter]) -> int:
+    """Groups of 16 adapter rows that the neediest cluster reads."""
+    most = 0
+    for cluster in range(clusters):
+        start, stop = ROWS * _share(cluster, clusters, row_tiles), ROWS * _share(cluster + 1, clusters, row_tiles)
+        needed = [part for part in adapters if part.row_start < stop and part.row_stop > start]
+        most = max(most, sum(-(-part.rank // ROWS) for part in needed))
+    return most
+
+
+def _rank_slots(tiles: int, units: int, cluster: int, main_warps: int) -> int:
+    """Most partial sums that one block of a cluster sends to another in a round of `tiles` row tiles."""
+    most = 1
+    for source in range(cluster):
+        slice_units = _share(source + 1, cluster, units) - _share(source, cluster, units)
+        total = tiles * slice_units
+        active = min(main_warps, total)
+        for owner in range(cluster):
+            first, last = _share(owner, cluster, tiles), _share(owner + 1, cluster, tiles)
+            if last > first:
+                crossed = _holder(last * slice_units - 1, active, total) - _holder(first * slice_units, active, total)
+                most = max(most, last - first + crossed)
+    return most

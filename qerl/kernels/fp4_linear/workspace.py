@@ -15,10 +15,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from qerl.formats import PackedWeight
 from qerl.kernels.cuda import Kernel, Launch, architecture, compile_cuda, multiprocessors, shared_memory_limit
-from qerl.kernels.fp4_linear.geometry import Geometry
+from qerl.kernels.fp4_linear.geometry import Adapter, Geometry, Variant
 
-_COUNTERS = 64
-_PARTIAL_FLOATS = 1 << 21
+SCALE_BASE = 0x70007000
+"""What the kernels add to the bits of two scales; see `expand_scales` in cuda/tile.cuh."""
 
 
 class Workspace:
@@ -28,12 +28,8 @@ class Workspace:
         self.device = device
         self.multiprocessors = multiprocessors(device)
         self.shared_limit = shared_memory_limit(device)
-        self.counters = torch.zeros(_COUNTERS, dtype=torch.int32, device=device)
-        """Zero between launches."""
-        self.partial_h = torch.empty(_PARTIAL_FLOATS, dtype=torch.float32, device=device)
-        """Partial sums that blocks exchange: 8 MiB."""
-        self.geometries: dict[tuple[int, tuple[int, int], int], Geometry | None] = {}
-        """What the decode kernel chose, by its eights of rows, the weight's shape and the adapters' ranks."""
+        self.geometries: dict[tuple[int, tuple[int, int], tuple[Adapter, ...], Variant], Geometry | None] = {}
+        """What the decode kernel chose, by the eights of rows of x, the weight's shape, the adapters and the kernel."""
         self._scratch: Tensor | None = None
         self._alphas: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._clusters: dict[tuple[int, int], int] = {}
@@ -76,17 +72,17 @@ def workspace(device: torch.device) -> Workspace:
 
 
 @cache
-def compiled(device: torch.device, name: str, defines: tuple[tuple[str, int], ...] = ()) -> Kernel:
-    """The kernel `name` of `cuda/name.cu`, compiled for a device with the given macros.
+def compiled(device: torch.device, name: str, defines: tuple[tuple[str, int], ...] = (), extra: str = "") -> Kernel:
+    """The kernel `name` of `cuda/name.cu`, compiled for a device with the given macros and `extra` source in front of it.
 
     Raises:
         KernelUnavailableError: it cannot be compiled or loaded.
     """
-    return Kernel(compile_source(name, architecture(device), dict(defines)), name)
+    return Kernel(compile_source(name, architecture(device), dict(defines), extra), name)
 
 
-def compile_source(name: str, arch: str, defines: Mapping[str, int]) -> bytes:
+def compile_source(name: str, arch: str, defines: Mapping[str, int], extra: str = "") -> bytes:
     """Machine code of `cuda/name.cu`, with what it needs in front of it."""
     folder = resources.files("qerl.kernels.fp4_linear") / "cuda"
-    source = "".join((folder / file).read_text(encoding="utf-8") for file in ("tile.cuh", f"{name}.cu"))
-    return compile_cuda(source, name=name, arch=arch, defines=defines)
+    tile, kernel = ((folder / file).read_text(encoding="utf-8") for file in ("tile.cuh", f"{name}.cu"))
+    return compile_cuda(tile + extra + kernel, name=name, arch=arch, defines=defines)

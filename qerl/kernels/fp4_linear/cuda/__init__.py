@@ -1,6 +1,6 @@
 """The packed linear layer on a CUDA device. What runs, by the number of rows of x (see README.md):
 
-    decode   few rows, tiled NVFP4, nothing trains: one kernel, weight read once, adapters inside
+    decode   few rows, tiled NVFP4: one kernel, weight read once, adapters inside
     large    everything else: one pass of dequantization into scratch, then cuBLAS
 
 Other formats, other compute types and a dense copy of the caller's go through the plain products of `reference`.
@@ -28,20 +28,21 @@ def forward(
     dense_OI: Tensor | None,
 ) -> tuple[Tensor, tuple[Tensor, ...] | None]:
     """(y [T, O] in x's dtype, the shrunk activations x A^T of every distinct A, or None where no memory ever held them)."""
-    if not _fast(x_TI, weight, dense_OI):
+    if not fast(x_TI, weight, dense_OI):
         return reference.forward(x_TI, weight, bias_O, placements, a_RI, b_OR, dense_OI)
-    if decode.takes(x_TI, weight, placements, a_RI, b_OR):
+    if weight.order == "tiles" and decode.takes(x_TI, weight, placements, a_RI, b_OR):
         return decode.product(x_TI, weight, bias_O, placements, a_RI, b_OR), None
     return dense.forward(x_TI, weight, bias_O, placements, a_RI, b_OR)
 
 
 def input_gradient(grad_TO: Tensor, weight: PackedWeight, dense_OI: Tensor | None) -> Tensor:
     """dX = dY W_hat [T, I] of the base product, in dY's dtype; dequantizes again."""
-    if not _fast(grad_TO, weight, dense_OI):
+    if not fast(grad_TO, weight, dense_OI):
         return reference.input_gradient(grad_TO, weight, dense_OI)
     return dense.input_gradient(grad_TO, weight)
 
 
-def _fast(x: Tensor, weight: PackedWeight, dense_OI: Tensor | None) -> bool:
+def fast(x: Tensor, weight: PackedWeight, dense_OI: Tensor | None) -> bool:
+    """Whether these kernels have the call; the plain products take the rest."""
     packed = weight.order == "tiles" or weight.format in ("mxfp4", "nf4", "nf4_dq")
     return dense_OI is None and x.dtype == torch.bfloat16 and packed

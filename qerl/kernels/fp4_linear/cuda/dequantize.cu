@@ -4,6 +4,7 @@ struct DequantizeParams {
   const u8* tiles;
   u16* out;
   int n, k, units, row_tiles;
+  u32 scale_base;  // 0x70007000
 };
 
 constexpr int WARPS_A_BLOCK = 8;
@@ -15,8 +16,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS_A_BLOCK) dequantize(cons
   const int total = p.units * p.row_tiles;
   const bool vectors = p.k % 8 == 0;
   u8* mine = staged[warp];
-  u32 scale_base;
-  asm volatile("mov.u32 %0, 0x70007000;" : "=r"(scale_base));
+  const u32 scale_base = p.scale_base;
   const int stride = gridDim.x * WARPS_A_BLOCK;
   int index = blockIdx.x * WARPS_A_BLOCK + warp;
   if (index >= total) return;

@@ -22,7 +22,7 @@ __device__ __forceinline__ u32 multiply_bf16x2(u32 a, u32 b) {
 }
 
 // Scales of one row in four k16 steps (bytes 5.3, unsigned) as bfloat16 pairs: .x holds steps 0 and 2, .y steps 1 and 3.
-// `base` is 0x70007000, held in a register so that mask and base are one instruction.
+// `base` is 0x70007000, a value that the compiler does not know, so that mask and base are one instruction.
 __device__ __forceinline__ uint2 expand_scales(u32 bytes, u32 base) {
   uint2 pairs;
   pairs.x = ((bytes << 4) & 0x0FF00FF0u) | base;
@@ -86,6 +86,39 @@ template <int PENDING>
 __device__ __forceinline__ void copy_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
+
+#if __CUDA_ARCH__ >= 900
+// Barriers in shared memory that count arrivals and bytes (one phase after the other, told apart by parity).
+
+__device__ __forceinline__ void barrier_init(u64* barrier, int count) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(smem_address(barrier)), "r"(count) : "memory");
+}
+
+__device__ __forceinline__ void barrier_inits_visible() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+__device__ __forceinline__ void barrier_arrive(u64* barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(smem_address(barrier)) : "memory");
+}
+
+__device__ __forceinline__ void barrier_expect(u64* barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(smem_address(barrier)), "r"(bytes) : "memory");
+}
+
+__device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
+  asm volatile(
+      "{\n.reg .pred done;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@!done bra again;\n}" ::"r"(
+          barrier),
+      "r"(parity)
+      : "memory");
+}
+
+// One copy of `bytes` (a multiple of 16) by the copy engine; they count at the barrier.
+__device__ __forceinline__ void copy_bulk(u32 shared, const void* global, int bytes, u32 barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared), "l"(global),
+               "r"(bytes), "r"(barrier)
+               : "memory");
+}
+#endif
 
 __device__ __forceinline__ u16 to_bf16(float value) {
   u16 bits;

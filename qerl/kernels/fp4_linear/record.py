@@ -1,0 +1,58 @@
+"""The C records that describe adapters and row segments to the kernels."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from qerl.formats import PackedWeight
+from qerl.kernels.fp4_linear.adapter import Placement
+
+MAX_PARTS = 4
+MAX_SEGMENTS = 4
+
+
+class Part(ctypes.Structure):
+    """`Part` of cuda/decode.cu and cuda/middle.cu."""
+
+    __slots__ = ()  # a name that is no field is an error
+    _fields_ = (
+        ("b", ctypes.c_void_p),
+        ("row_start", ctypes.c_int),
+        ("row_stop", ctypes.c_int),
+        ("rank_start", ctypes.c_int),
+        ("rank", ctypes.c_int),
+        ("scale", ctypes.c_float),
+        ("unused", ctypes.c_int),
+    )
+
+
+Parts = Part * MAX_PARTS
+Stops = ctypes.c_int * MAX_SEGMENTS
+
+
+def fits(weight: PackedWeight, placements: Sequence[Placement], a_RI: Sequence[Tensor], b_OR: Sequence[Tensor]) -> bool:
+    """Whether a call can be described: one stacked A, bfloat16, even ranks, few parts and segments."""
+    matrices = all(matrix.is_contiguous() and matrix.dtype == torch.bfloat16 for matrix in (*a_RI, *b_OR))
+    even = all(place.ranks.start % 2 == 0 and place.ranks.stop % 2 == 0 for place in placements)
+    few = len(a_RI) <= 1 and len(placements) <= MAX_PARTS and len(weight.segments) <= MAX_SEGMENTS
+    return matrices and even and few
+
+
+def parts_of(placements: Sequence[Placement], b_OR: Sequence[Tensor]) -> Parts:  # type: ignore[valid-type]
+    """The adapter parts, in order."""
+    parts = Parts()
+    for index, (place, b) in enumerate(zip(placements, b_OR, strict=True)):
+        parts[index] = Part(
+            b.data_ptr(), place.rows.start, place.rows.stop, place.ranks.start, b.shape[1], place.scale, 0
+        )
+    return parts
+
+
+def stops_of(weight: PackedWeight) -> Stops:  # type: ignore[valid-type]
+    """One past the last row of every segment."""
+    return Stops(*accumulate(weight.segments))

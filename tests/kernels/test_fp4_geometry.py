@@ -1,0 +1,130 @@
+"""How the decode kernels cut a product: every partial sum has a place of its own, and every reader finds those of its tile."""
+
+from itertools import pairwise
+
+import pytest
+
+from qerl.kernels.fp4_linear import middle
+from qerl.kernels.fp4_linear.geometry import BULK, RING, Adapter, best_geometry, decode_geometry, warps
+
+LIMIT = 232448  # of an H200
+CLUSTERS = {1: 132, 2: 66, 4: 30, 8: 15}  # as an H200 answers
+# q k v, o, gate up and down of Qwen2.5 7B and 0.5B, and odd ones.
+SHAPES = [(4608, 3584), (3584, 18944), (37888, 3584), (1152, 896), (896, 4864), (40, 100), (17, 16), (2000, 576)]
+
+
+def share(index, of, total):
+    return index * total // of
+
+
+def holder(element, of, total):
+    return ((element + 1) * of - 1) // total
+
+
+def slices(geometry):
+    bounds = [share(rank, geometry.cluster, geometry.units) for rank in range(geometry.cluster + 1)]
+    return [stop - start for start, stop in pairwise(bounds)]
+
+
+def rounds(geometry):
+    """(row tiles of a round) for every round of every cluster, each number once."""
+    found = set()
+    for cluster in range(geometry.clusters):
+        left = share(cluster + 1, geometry.clusters, geometry.row_tiles) - share(
+            cluster, geometry.clusters, geometry.row_tiles
+        )
+        while left > 0:
+            found.add(min(geometry.round_tiles, left))
+            left -= geometry.round_tiles
+    return found
+
+
+def written(geometry, tiles):
+    """(owner, slot) -> (row tile, block) of all partial sums of a round, walked as a warp of the kernel walks."""
+    places = {}
+    main = warps(geometry.columns)
+    for rank, slice_units in enumerate(slices(geometry)):
+        total = tiles * slice_units
+        active = min(main, total)
+        units = 0
+        for warp in range(active):
+            start, stop = share(warp, active, total), share(warp + 1, active, total)
+            units += stop - start
+            for tile in range(start // slice_units, (stop - 1) // slice_units + 1):
+                owner = holder(tile, geometry.cluster, tiles)
+                first = share(owner, geometry.cluster, tiles)
+                slot = tile - first + warp - holder(first * slice_units, active, total)
+                assert 0 <= slot < geometry.rank_slots
+                key = (owner, rank * geometry.rank_slots + slot)
+                assert key not in places, "two partial sums in one place"
+                places[key] = (tile, rank)
+        assert units == total, "every unit is read once"
+    return places
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("rows", [8, 16, 32])
+@pytest.mark.parametrize("variant", [RING, BULK], ids=lambda variant: variant.kernel)
+def test_every_partial_sum_is_read_where_it_was_written(shape, rows, variant):
+    for cluster, count in CLUSTERS.items():
+        geometry = decode_geometry(
+            rows, shape, (), cluster=cluster, clusters=count, limit=LIMIT, variant=variant, ring=variant.rings[-1]
+        )
+        if geometry is None:
+            continue
+        assert geometry.shared <= LIMIT
+        for tiles in rounds(geometry):
+            places = written(geometry, tiles)
+            for owner in range(cluster):
+                first, last = share(owner, cluster, tiles), share(owner + 1, cluster, tiles)
+                for tile in range(first, last):
+                    for rank, slice_units in enumerate(slices(geometry)):
+                        total = tiles * slice_units
+                        active = min(warps(geometry.columns), total)
+                        base = holder(first * slice_units, active, total)
+                        begin = holder(tile * slice_units, active, total) - base
+                        end = holder((tile + 1) * slice_units - 1, active, total) - base
+                        for slot in range(begin, end + 1):
+                            place = (owner, rank * geometry.rank_slots + tile - first + slot)
+                            assert places.pop(place) == (tile, rank)
+            assert not places, "written and never read"
+
+
+def test_a_fit_is_found_for_every_projection_of_qwen():
+    for hidden, kv, inner in (
+        (896, 128, 4864),
+        (2048, 256, 11008),
+        (3584, 512, 18944),
+        (5120, 1024, 13824),
+        (5120, 1024, 27648),
+    ):
+        for shape in ((hidden + 2 * kv, hidden), (hidden, hidden), (2 * inner, hidden), (hidden, inner)):
+            for rank in (0, 32):
+                adapters = [Adapter(0, shape[0], rank)] if rank else []
+                for rows in (8, 16):
+                    assert best_geometry(rows, shape, adapters, clusters=CLUSTERS.get, limit=LIMIT), (shape, rank, rows)
+
+
+def test_without_clusters_small_inputs_still_fit():
+    """As before sm_90: one block a row tile."""
+    geometry = best_geometry(8, (4608, 3584), [], clusters=lambda cluster: 108 * (cluster == 1), limit=166912)
+    assert geometry is not None
+    assert geometry.cluster == 1
+
+
+def test_only_the_groups_of_adapter_rows_that_a_cluster_needs_are_counted():
+    qkv = [Adapter(0, 3584, 32), Adapter(3584, 4096, 32), Adapter(4096, 4608, 32)]
+    geometry = decode_geometry(8, (4608, 3584), qkv, cluster=8, clusters=15, limit=LIMIT, variant=RING, ring=6)
+    assert geometry is not None
+    assert geometry.groups == 4, "two parts of 32 ranks at most meet in one cluster"
+
+
+def test_the_middle_kernel_gets_a_shape_that_fits():
+    for tokens in (17, 32, 64, 100, 128, 200, 500):
+        for row_tiles, units in ((288, 56), (224, 296), (2368, 56), (56, 14), (2, 1)):
+            shape = middle.choose(tokens, row_tiles, units, 132)
+            assert shape.resident * (shape.shared + 1024) <= 233472, "shared memory of a multiprocessor"
+            assert (shape.tokens // 8) % shape.cluster == 0
+            assert shape.cluster <= units
+            # The partial sums take the place of the ring.
+            assert shape.tokens // 8 * 256 * 16 <= shape.shared - 1024
