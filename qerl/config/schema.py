@@ -31,6 +31,8 @@ class ModelConfig(Section):
     """`auto` (CUDA when there is one), `cpu`, `cuda` or `cuda:N`."""
 
 
+DEFAULT_PASS_TOKENS = 16384
+"""Tokens of one packed pass when ``train.token_budget`` is ``auto`` and nothing says how much memory there is."""
 MAX_AUTO_SEQUENCES = 256
 """Sequences decoded at once when ``rollout.max_num_seqs`` is ``auto``."""
 
@@ -203,8 +205,8 @@ class TrainConfig(Section):
     """Rollout steps; planned updates = steps * optim.updates_per_rollout."""
     seed: Annotated[int, Field(ge=0, lt=2**64)] = 0
     """Root of every keyed draw: data order, sampling, noise, adapter initialization."""
-    token_budget: Positive = 16384
-    """Most tokens (prompt + answer) of one packed forward/backward pass; the loss does not depend on it."""
+    token_budget: Positive | Literal["auto"] = 16384
+    """Most tokens (prompt + answer) of one packed forward/backward pass; the loss does not depend on it. `auto`: what the plan finds room for in 70 % of the memory budget, up to 65536 (fewer and larger passes keep a GPU busier); 16384 without a budget."""
     checkpointing: Literal["auto", "none", "selective", "full"] = "auto"
     """What the backward pass computes again instead of keeping it. `none`: nothing. `selective`: what cheap operations give (norms, gated activation). `full`: whole layers. `auto`: the first of these whose plan fits the memory budget; none without a budget."""
     activation_offloading: bool = False
@@ -325,7 +327,7 @@ class Config(Section):
                 f"rollout.max_new_tokens={self.rollout.max_new_tokens}"
             )
         longest = self.rollout.max_prompt_tokens + self.rollout.max_new_tokens
-        if longest > self.train.token_budget:
+        if self.train.token_budget != "auto" and longest > self.train.token_budget:
             raise ValueError(
                 f"train.token_budget={self.train.token_budget} cannot hold one sequence of rollout.max_prompt_tokens + "
                 f"rollout.max_new_tokens = {longest} tokens: raise the budget or shorten the sequences"
@@ -354,6 +356,13 @@ class Config(Section):
                 "second copy of the whole model, which is not kept: use objective.kl_coef=0, or train.mode=lora, whose "
                 "reference is the frozen base"
             )
+
+    @property
+    def pass_tokens(self) -> int:
+        """Most tokens of one packed pass; what ``auto`` is without a plan."""
+        if self.train.token_budget != "auto":
+            return self.train.token_budget
+        return max(DEFAULT_PASS_TOKENS, self.rollout.max_prompt_tokens + self.rollout.max_new_tokens)
 
     @property
     def decode_slots(self) -> int:

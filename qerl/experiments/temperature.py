@@ -134,7 +134,7 @@ def _probe(config: Config, out: RunDir) -> Iterator[tuple[Session, list[TrainBat
     size = config.rollout.group_size
     items = [replace(cut(item, config.diagnostics.probe_tokens), sample_key=size * i) for i, item in enumerate(probe)]
     with torch.no_grad():
-        yield session, pack_answers(items, config.train.token_budget, session.device)
+        yield session, pack_answers(items, config.pass_tokens, session.device)
 
 
 def _first_draws(config: Config, session: Session, draws: int) -> list[Noise | None]:

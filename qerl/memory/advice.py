@@ -21,6 +21,10 @@ USABLE = 0.92
 """Share of a GPU's memory that a plan may fill; the rest is for the CUDA context and for gaps between allocations."""
 NOTABLE = 0.999
 """Share of a phase from which on a saving is not worth a line."""
+SHARE = 0.7
+"""Share of the budget that larger passes may fill: their pieces leave gaps between them."""
+MOST_PASS_TOKENS, MOST_ELEMENTS = 1 << 16, 1 << 30
+"""Most tokens of a pass, and elements of its widest tensor."""
 HALF = 0.5
 """Share of what keys and values could have by being given back, from which they are rather kept."""
 SMALLEST_GB = 1e-6
@@ -99,7 +103,9 @@ def resolve(config: Config, spec: ModelSpec, budget: Budget | None, *, device_ty
     Without a budget nothing is computed again and all sequences have room. Otherwise ``train.checkpointing`` is the first of none,
     selective and full with which all of it fits. If none does: full, and the keys and values of a GPU get what is left, while training
     too if that is at least half of what they could have by being given back (``rollout.keep_cache``, ``rollout.kv_cache_gb``).
+    ``train.token_budget`` is decided before all that.
     """
+    config = _with_token_budget(config, spec, budget, device_type)
     ways = ORDER if config.train.checkpointing == "auto" else (config.train.checkpointing,)
     for way in ways:
         chosen = changed(config, "train.checkpointing", way)
@@ -119,6 +125,35 @@ def resolve(config: Config, spec: ModelSpec, budget: Budget | None, *, device_ty
     # Rounded to kilobytes, downwards where there is a choice.
     shown = size // 1000 / 1e6 if size > needed else -(-size // 1000) / 1e6
     return changed(_kept(chosen, keep), "rollout.kv_cache_gb", shown)
+
+
+def _with_token_budget(config: Config, spec: ModelSpec, budget: Budget | None, device_type: str) -> Config:
+    """``train.token_budget=auto`` as the most tokens for which the plan stays within a share of the budget, by the first way of
+    checkpointing that has room for as many as there are by default; else by the smallest, and within the whole budget."""
+    if config.train.token_budget != "auto":
+        return config
+    if budget is None:
+        return changed(config, "train.token_budget", config.pass_tokens)
+    longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
+    groups = -(-config.rollout.prompts_per_step // config.optim.updates_per_rollout)
+    most = min(
+        MOST_PASS_TOKENS, MOST_ELEMENTS // (2 * spec.intermediate_size), groups * config.rollout.group_size * longest
+    )
+    most = max(most, longest)
+    ways = ORDER if config.train.checkpointing == "auto" else (config.train.checkpointing,)
+
+    def found(way: str, low: int, size: float) -> int | None:
+        chosen = changed(config, "train.checkpointing", way)
+
+        def fits(tokens: int) -> bool:
+            tried = changed(chosen, "train.token_budget", tokens)
+            return predict(tried, spec, device_type=device_type).peak <= size
+
+        return largest_that(fits, low, most)
+
+    tokens = next((n for way in ways if (n := found(way, min(config.pass_tokens, most), SHARE * budget.size))), None)
+    tokens = tokens or found(ways[-1], longest, budget.size) or longest
+    return changed(config, "train.token_budget", tokens)
 
 
 def _kept(config: Config, choice: str) -> Config:
@@ -169,7 +204,7 @@ def limits(config: Config, spec: ModelSpec, budget: Budget, *, device_type: str)
     open_kv = changed(config, "rollout.kv_cache_gb", "auto")
     longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
     answers = config.rollout.prompts_per_step * config.rollout.group_size
-    positions = min(spec.max_positions, config.train.token_budget) - config.rollout.max_prompt_tokens
+    positions = min(spec.max_positions, config.pass_tokens) - config.rollout.max_prompt_tokens
 
     def fits(setting: str, value: int) -> bool:
         try:
@@ -185,7 +220,7 @@ def limits(config: Config, spec: ModelSpec, budget: Budget, *, device_type: str)
         Limit(setting=setting, now=now, largest=largest_that(partial(fits, setting), low, high))
         for setting, now, low, high in (
             ("rollout.max_num_seqs", config.decode_slots, 1, answers),
-            ("train.token_budget", config.train.token_budget, longest, 1 << 20),
+            ("train.token_budget", config.pass_tokens, longest, 1 << 20),
             ("rollout.max_new_tokens", config.rollout.max_new_tokens, 1, positions),
         )
     ]
@@ -266,8 +301,8 @@ def _candidates(config: Config) -> Iterator[tuple[str, Any, str]]:
     if train.checkpointing == "full" and not train.activation_offloading:
         yield "train.activation_offloading", True, "layer inputs cross the bus twice"
     longest = rollout.max_prompt_tokens + rollout.max_new_tokens
-    for budget in sorted({max(longest, train.token_budget // 2), longest}, reverse=True):
-        if budget < train.token_budget:
+    for budget in sorted({max(longest, config.pass_tokens // 2), longest}, reverse=True):
+        if budget < config.pass_tokens:
             yield "train.token_budget", budget, "smaller products; the loss is the same"
     if config.decode_slots > 1:
         yield "rollout.max_num_seqs", config.decode_slots // 2, "more waves of answers"

@@ -143,7 +143,7 @@ def micro_batch_tokens(config: Config) -> int:
     """T: most tokens of one micro-batch; the budget, or all that a mini-batch can have."""
     groups = -(-config.rollout.prompts_per_step // config.optim.updates_per_rollout)
     longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
-    return min(config.train.token_budget, groups * config.rollout.group_size * longest)
+    return min(config.pass_tokens, groups * config.rollout.group_size * longest)
 
 
 def _workspace(stored: Sequence[StoredGroup]) -> int:

@@ -110,10 +110,7 @@ def learn(
     device = model.device
     with timer.stage("logprobs"), torch.no_grad():
         prepared = [
-            [
-                _with_frozen_logprobs(config, model, batch, replayed)
-                for batch in pack(part, config.train.token_budget, device)
-            ]
+            [_with_frozen_logprobs(config, model, batch, replayed) for batch in pack(part, config.pass_tokens, device)]
             for part in minibatches
         ]
     stats = LearnStats()

@@ -145,7 +145,7 @@ def _compare(
     temperature = records[0]["sampling"]["temperature"] or 1.0
     samples = [Sample(completion=_completion(record), advantage=0.0, in_loss=True) for record in records]
     recorded, computed = [], []
-    for batch in pack(samples, config.train.token_budget, session.device):
+    for batch in pack(samples, config.pass_tokens, session.device):
         computed.append(policy_logprobs(session.model, batch, temperature, noise=noise)[0].double().cpu())
         recorded.append(batch.behavior_logprobs_N.double().cpu())
     first_N, second_N = torch.cat(recorded), torch.cat(computed)

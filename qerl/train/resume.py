@@ -43,6 +43,8 @@ MAY_DIFFER = (
     "rollout.keep_cache",
 )
 """Settings that may change when a run is resumed; every other one is part of what the run means."""
+PLANNED = ("train.checkpointing", "train.token_budget", "rollout.kv_cache_gb", "rollout.keep_cache")
+"""Settings that ``auto`` leaves to the memory plan (``train.fit``); a run keeps what its first plan made of them."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -169,6 +171,17 @@ def read_state(folder: Path) -> TrainState:
         ) from None
 
 
+def adopt_plan(saved: Config, current: Config) -> Config:
+    """The current settings with what they leave to the plan as the run had it, so that it goes on as it was."""
+    values = current.model_dump()
+    before = saved.model_dump()
+    for key in PLANNED:
+        section, _, name = key.partition(".")
+        if values[section][name] == "auto":
+            values[section][name] = before[section][name]
+    return Config.model_validate(values)
+
+
 def check_same_config(saved: Config, current: Config) -> None:
     """Refuse to resume a run under other settings. ``train.steps`` may grow: the run becomes longer.
 
@@ -181,6 +194,7 @@ def check_same_config(saved: Config, current: Config) -> None:
         for key in sorted(before.keys() | after.keys())
         if before.get(key) != after.get(key)
         and not any(key == p or key.startswith(p + ".") for p in MAY_DIFFER)
+        and not (key in PLANNED and after.get(key) == "auto")
         and not (key == "train.steps" and after[key] > before[key])
     ]
     if changed:

@@ -34,7 +34,7 @@ from qerl.train.noise.director import NoiseDirector, load_sum
 from qerl.train.optimizer import MasterOptimizer, make_optimizer
 from qerl.train.portable import expand_portable, is_portable
 from qerl.train.prompts import SOURCES, load_prompts
-from qerl.train.resume import TrainState, check_same_config, load_checkpoint
+from qerl.train.resume import TrainState, adopt_plan, check_same_config, load_checkpoint
 from qerl.train.session import Session, fit_lengths, open_session, require_model_path
 from qerl.train.stop import Deadline, StopRequest
 from qerl.train.summary import closing_lines, write_summary
@@ -71,9 +71,11 @@ def train(
     run = RunDir.open(folder) if resume else RunDir(folder)
     if not resume:
         run.refuse_a_run()
-    config = settle_memory(config)
     if resume:
-        check_same_config(load_config(run.config_path, []), config)
+        saved = load_config(run.config_path, [])
+        config = adopt_plan(saved, config)
+        check_same_config(saved, config)
+    config = settle_memory(config)
     with RunLock(folder) as lock:
         kept = {path.name for path in folder.iterdir()} - {LOCK_NAME}
         try:

@@ -103,6 +103,34 @@ def test_keys_and_values_are_kept_then_given_back_then_cut_as_the_budget_shrinks
     assert memory.resolve(config, spec, None, device_type="cuda").rollout.keep_cache == "on"
 
 
+@pytest.mark.parametrize(("size", "gigabytes"), [("0.5b", 24), ("0.5b", 132), ("7b", 24), ("7b", 80), ("32b", 44)])
+def test_the_token_budget_grows_with_the_memory_and_leaves_room(size, gigabytes):
+    spec, bound = qwen(size), budget(gigabytes)
+    auto = configured(
+        "rollout.max_prompt_tokens=512",
+        "rollout.max_new_tokens=1024",
+        "train.token_budget=auto",
+        "rollout.max_num_seqs=8",
+    )
+    chosen = memory.resolve(auto, spec, bound, device_type="cuda")
+    tokens = chosen.train.token_budget
+    ledger = memory.predict(chosen, spec, device_type="cuda")
+    assert ledger.peak <= bound.size
+    assert 1536 <= tokens <= 65536 and tokens * 2 * spec.intermediate_size <= 1 << 30
+    if tokens > 16384:
+        assert ledger.peak <= 0.7 * bound.size
+    more = changed(chosen, "train.token_budget", tokens + 64)
+    at_most = min(65536, (1 << 30) // (2 * spec.intermediate_size))
+    assert tokens == at_most or memory.predict(more, spec, device_type="cuda").peak > 0.69 * bound.size
+
+
+def test_without_a_budget_passes_have_their_default_size():
+    auto = configured("train.token_budget=auto")
+    assert memory.resolve(auto, qwen("7b"), None, device_type="cpu").train.token_budget == auto.pass_tokens == 16384
+    long = configured("train.token_budget=auto", "rollout.max_new_tokens=20000")
+    assert memory.resolve(long, qwen("7b"), None, device_type="cpu").train.token_budget == 20512
+
+
 def test_what_the_user_fixed_stays():
     spec, bound = qwen("14b"), budget(22)
     fixed = configured(*GRPO_STEP, "rollout.keep_cache=on", "rollout.kv_cache_gb=1.5")

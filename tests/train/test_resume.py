@@ -4,7 +4,7 @@ import pytest
 
 from qerl.config.load import load_config
 from qerl.errors import CheckpointError, ConfigError
-from qerl.train.resume import STATE_VERSION, TrainState, check_same_config, read_state
+from qerl.train.resume import STATE_VERSION, TrainState, adopt_plan, check_same_config, read_state
 
 
 def test_settings_that_make_the_run_must_not_change():
@@ -38,3 +38,15 @@ def test_state_that_was_never_written_is_an_error(tmp_path):
 
 def test_a_fresh_state_starts_at_zero():
     assert (TrainState().step, TrainState().updates, TrainState().tokens) == (0, 0, 0)
+
+
+def test_what_the_plan_decided_stays_with_the_run():
+    saved = load_config(None, ["train.token_budget=20000", "train.checkpointing=selective", "rollout.keep_cache=off"])
+    open_again = load_config(None, ["train.token_budget=auto"])
+    check_same_config(saved, open_again)
+    adopted = adopt_plan(saved, open_again)
+    assert adopted == saved
+    fixed = adopt_plan(saved, load_config(None, ["train.token_budget=auto", "train.checkpointing=full"]))
+    assert (fixed.train.token_budget, fixed.train.checkpointing) == (20000, "full")
+    with pytest.raises(ConfigError, match=r"train\.token_budget: 20000 -> 16384"):
+        check_same_config(saved, load_config(None, []))

@@ -116,7 +116,7 @@ class Diagnostics:
 
     def _pack(self, completions: Sequence[Completion]) -> list[TrainBatch]:
         short = [cut(completion, self.config.diagnostics.probe_tokens) for completion in completions]
-        return pack_answers(short, self.config.train.token_budget, self.session.device)
+        return pack_answers(short, self.config.pass_tokens, self.session.device)
 
     def _entropies(self, sampling: SamplingSpec, noises: Sequence[Noise]) -> dict[str, float]:
         """The entropy family on the probe set, by token and by answer."""
@@ -186,6 +186,6 @@ class Diagnostics:
         return torch.cat([answer_logprobs(self.session.model, batch, temperature, noise) for batch in batches])
 
     def _score(self, completion: Completion, adapters: bool) -> Tensor:
-        (batch,) = pack_answers([completion], self.config.train.token_budget, self.session.device)
+        (batch,) = pack_answers([completion], self.config.pass_tokens, self.session.device)
         temperature = self.config.rollout.temperature
         return answer_logprobs(self.session.model, batch, temperature, None, adapters=adapters)

@@ -69,7 +69,7 @@ class CalibrationBatch:
             answers = [completion.token_ids for completion in session.engine.generate(chosen, sampling)[0]]
         self.answers = [list(tokens) for tokens in answers]
         completions = [_context(prompt, key, answers[key]) for key, prompt in enumerate(chosen)]
-        self.batches = pack_answers(completions, config.train.token_budget, session.device)
+        self.batches = pack_answers(completions, config.pass_tokens, session.device)
         self._clean: list[Tensor] | None = None
 
     def policy_changed(self) -> None:

@@ -1,0 +1,74 @@
+"""A run whose memory is planned: decided before it starts, written down, kept when it goes on, refused when it does not fit."""
+
+import json
+from dataclasses import asdict
+
+import pytest
+
+from qerl.config.load import load_config
+from qerl.data.synthetic import arithmetic_problems
+from qerl.errors import MemoryBudgetError
+from qerl.metrics.catalogue import is_reproducible
+from qerl.metrics.run_dir import RunDir
+from qerl.train.run import train
+
+SETTINGS = (
+    "model.path=demo",
+    "model.dtype=float32",
+    "rollout.prompts_per_step=4",
+    "rollout.group_size=4",
+    "rollout.max_prompt_tokens=96",
+    "rollout.max_new_tokens=32",
+    "lora.rank=4",
+    "optim.lr=1e-3",
+    "train.steps=4",
+    "train.save_every=0",
+    "train.token_budget=auto",
+    "eval.before=false",
+    "eval.after=false",
+    "aqn.num_stages=2",
+    "diagnostics.every=0",
+    "log.progress=off",
+)
+
+
+@pytest.fixture
+def run(tmp_path):
+    data = tmp_path / "train.jsonl"
+    data.write_text("".join(json.dumps(asdict(problem)) + "\n" for problem in arithmetic_problems("train", 16)))
+
+    def start(name, *settings, **call):
+        where = [f"data.train={data}", f"run.dir={tmp_path / 'runs'}", f"run.name={name}"]
+        return RunDir.open(train(load_config(None, [*SETTINGS, *where, *settings]), **call))
+
+    return start
+
+
+def rows(run_dir):
+    return [{k: v for k, v in row.items() if is_reproducible(k)} for row in run_dir.read_metrics()]
+
+
+def test_a_plan_is_written_down_and_stays_when_the_run_goes_on(run):
+    whole = run("whole", "train.memory_budget=0.06")
+    planned = load_config(whole.config_path, [])
+    assert isinstance(planned.train.token_budget, int) and planned.train.checkpointing != "auto"
+    assert planned.rollout.keep_cache == "on"
+    run("parts", "train.memory_budget=0.06", stop_after=2)
+    # Another machine would plan differently; the run goes on as it began.
+    parts = run("parts", "train.memory_budget=off", resume=True)
+    assert load_config(parts.config_path, []).train == planned.train
+    assert rows(whole) == rows(parts)
+
+
+def test_what_was_planned_and_measured_is_in_the_folder(run):
+    memory = run("r", "train.steps=1").read_json("memory.json")
+    assert set(memory["predicted_peaks"]) == {"load", "rollout", "logprobs", "backward", "optimizer"}
+    assert memory["predicted_phases"]["backward"]["activations"] > 0
+    assert memory["measured_peaks"] == {}, "known on a GPU alone"
+    assert memory["process"]["rss_peak"] > 0
+
+
+def test_a_plan_beyond_the_budget_starts_nothing(run, tmp_path):
+    with pytest.raises(MemoryBudgetError, match="does not fit"):
+        run("refused", "train.memory_budget=0.001")
+    assert not (tmp_path / "runs" / "refused").exists()
