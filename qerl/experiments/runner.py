@@ -17,6 +17,7 @@ from qerl.experiments.choice import choose
 from qerl.experiments.final import evaluate_trained, from_trainer, reopen, wanted
 from qerl.experiments.plan import Plan, open_plan, record_plan
 from qerl.experiments.process import run_child
+from qerl.experiments.shared import take_over_before
 from qerl.experiments.summary import write_cell_summary
 from qerl.experiments.temperature import find_temperature, initial_entropy
 from qerl.metrics.files import whole_folder
@@ -180,6 +181,7 @@ def _train_and_evaluate(plan: Plan, cell: Cell, run: RunDir, deadline: Deadline)
                 config,
                 resume=resume,
                 deadline=deadline,
+                before=lambda trainer: take_over_before(trainer, (plan.run(c) for c in plan.cells if c != cell)),
                 after=lambda trainer: done.update(finals=evaluate_trained(from_trainer(trainer), specs, time_for)),
             )
         except RunStopped:
