@@ -136,6 +136,9 @@ def test_noise_of_explicit_zeros_is_bit_identical_to_noise_off(run, monkeypatch)
         assert len(noise.values) == 2 * 2 and not any(z.any() for z in noise.values.values())
     for row_zero, row_off in zip(zero, off, strict=True):
         assert row_zero.pop("aqn/stage", 0) in (0, 1) and row_off.pop("aqn/stage", 0) == 0
+        # A run with noise is evaluated with it as well: no noise, no difference.
+        assert row_zero.pop("eval/noise_difference", 0.0) == 0.0
+        assert row_zero.pop("eval/noisy_accuracy", None) in (None, row_zero.get("eval/accuracy"))
         assert row_zero == row_off
 
 
