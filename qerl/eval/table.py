@@ -23,7 +23,7 @@ def table_lines(measurements: Sequence[Measurement]) -> list[str]:
 def _headings(measurements: Sequence[Measurement]) -> list[str]:
     first = measurements[0].result
     samples, confidence = first.policy["samples"], f"{first.confidence:.0%}"
-    several = [f"pass@{samples}", f"maj@{samples}"] if samples > 1 else []
+    several = [f"pass@{samples} [interval]", f"maj@{samples} [interval]"] if samples > 1 else []
     accuracy = "accuracy" if samples == 1 else f"avg@{samples}"
     return [
         "suite",
@@ -41,11 +41,16 @@ def _headings(measurements: Sequence[Measurement]) -> list[str]:
 def _cells(measurement: Measurement) -> list[str]:
     result = measurement.result
     samples = result.policy["samples"]
-    several = [_percent(result.pass_at_k[samples]), _percent(result.maj_at_k)] if samples > 1 else []
+    several = []
+    if samples > 1:
+        several = [
+            _with_interval(result.pass_at_k[samples], *result.pass_at_k_interval[samples]),
+            _with_interval(result.maj_at_k, *result.maj_at_k_interval),
+        ]
     return [
         measurement.suite,
         measurement.policy,
-        f"{_percent(result.accuracy):>6} [{_percent(result.low)}, {_percent(result.high)}]",
+        _with_interval(result.accuracy, result.low, result.high),
         *several,
         _percent(result.truncated),
         _percent(result.unparsable),
@@ -53,6 +58,10 @@ def _cells(measurement: Measurement) -> list[str]:
         f"{result.mean_length:.0f}",
         str(result.count),
     ]
+
+
+def _with_interval(value: float, low: float, high: float) -> str:
+    return f"{_percent(value):>6} [{_percent(low)}, {_percent(high)}]"
 
 
 def _percent(value: float) -> str:

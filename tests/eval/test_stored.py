@@ -149,6 +149,7 @@ def test_the_table_has_a_line_for_each_suite_and_no_mean():
     several = measurement("gsm8k", "base", [row("a", 1.0)])
     result = SimpleNamespace(**{name: getattr(several.result, name) for name in several.result.__slots__})
     result.policy, result.pass_at_k = POLICY | {"samples": 4}, {1: 0.5, 4: 0.75}
+    result.pass_at_k_interval = {1: (0.1, 0.9), 4: (0.25, 0.875)}
     heading, line = table_lines([SimpleNamespace(suite="gsm8k", policy="base", result=result)])
-    assert heading.split()[2:7] == ["avg@4", "[95%", "interval]", "pass@4", "maj@4"]
-    assert line.split()[5:7] == ["75.0%", "50.0%"]
+    assert heading.split()[2:7] == ["avg@4", "[95%", "interval]", "pass@4", "[interval]"]
+    assert line.split()[5:11] == ["75.0%", "[25.0%,", "87.5%]", "50.0%", "[10.0%,", "90.0%]"]
