@@ -119,6 +119,34 @@ def test_a_run_trained_with_noise_ends_with_its_noisy_accuracy_against_the_clean
     assert "eval/noisy_accuracy" not in kept.read_metrics()[0]
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("aqn.mode=accumulate",),
+        ("aqn.magnitude=kl", "aqn.sigma_start=0.1", "aqn.sigma_end=0.01"),
+        ("aqn.magnitude=sensitivity", "aqn.scope=response", "aqn.prompt=clean"),
+        ("aqn.sharing=independent", "aqn.match_budget=true"),
+    ],
+    ids=lambda settings: settings[0],
+)
+def test_every_kind_of_noise_is_deployed_as_the_run_deployed_it(folder, tmp_path, settings):
+    where = [
+        f"data.train={folder}",
+        f"data.eval={folder}",
+        f"run.dir={tmp_path}",
+        "eval.before=false",
+        "data.eval_limit=4",
+    ]
+    train(load_config(None, [*SETTINGS, *where, *settings]))
+    stated = RunDir(tmp_path / "tiny").read_json("summary.json")["noisy"]
+    found, told = run(folder, choose_targets(str(tmp_path / "tiny")), noise=NoiseRequest(draws=1))
+    (spread,) = found.spreads
+    assert stated["keys"] == json.loads(json.dumps(spread.keys))
+    assert stated["accuracies"] == list(spread.accuracies)
+    kept = (tmp_path / "tiny" / "evaluations" / "step-000002-noise0.jsonl").read_text().splitlines()
+    assert [json.loads(row)["answers"] for row in kept] == [r["answers"] for r in found.measurements[1].result.rows]
+
+
 def test_a_run_can_do_without_its_noisy_accuracy(folder, tmp_path):
     where = [f"data.train={folder}", f"data.eval={folder}", f"run.dir={tmp_path}"]
     for change in ("eval.noisy_draws=0", "aqn.enabled=false", "eval.noise=true"):
