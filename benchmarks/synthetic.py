@@ -72,7 +72,9 @@ def random_model(
 
     fmt = get_format(format)
     first = {
-        shape.attribute: fmt.quantize(normal(shape.out_features, shape.in_features), segments=shape.sizes)
+        shape.attribute: fmt.for_device(
+            fmt.quantize(normal(shape.out_features, shape.in_features), segments=shape.sizes)
+        )
         for shape in spec.groups()
     }
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Items
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -106,6 +107,10 @@ class Call:
         """Tokens of a running sequence in the cache: all that are known but the last."""
         return sequence.prompt_length + len(self.answers[sequence.index].token_ids) - 1
 
+    def _limit(self, sequence: Sequence) -> int:
+        """Most tokens of its answer."""
+        return sequence.limit or self.sampling.max_new_tokens
+
     def _fill_rows(self) -> None:
         """Start waiting sequences in free rows, then close the gaps that remain."""
         passes = self.scheduler.admit()
@@ -136,15 +141,14 @@ class Call:
     def _advance(self) -> list[int]:
         """Advance every running row by some tokens; the rows that ended, ascending."""
         began = time.perf_counter()
-        limit = self.sampling.max_new_tokens
-        left = max(limit - len(self.answers[sequence.index].token_ids) for sequence in self._running())
+        left = max(self._limit(sequence) - len(self.answers[sequence.index].token_ids) for sequence in self._running())
         steps = min(self.workspace.layout.window, left)
         lost = self.scheduler.grow(
-            lambda sequence: min(self._length(sequence) + steps, sequence.prompt_length + limit - 1)
+            lambda sequence: min(self._length(sequence) + steps, sequence.prompt_length + self._limit(sequence) - 1)
         )
         for _, sequence in lost:
             answered = len(self.answers[sequence.index].token_ids)
-            self.scheduler.requeue(_resumed(sequence, answered))
+            self.scheduler.requeue(replace(sequence, answered=answered))
         if lost:
             self._close_gaps()
         if self.book is not None:
@@ -173,7 +177,7 @@ class Call:
             answer.token_ids.extend(ids[:count])
             answer.behavior_logprobs.extend(behavior[:count])
             answer.sampler_logprobs.extend(sampler[:count])
-            if stopped[row] or len(answer.token_ids) >= self.sampling.max_new_tokens:
+            if stopped[row] or len(answer.token_ids) >= self._limit(sequence):
                 ended.append(row)
         return ended
 
@@ -242,15 +246,3 @@ class Call:
             wanted = positions[shared if index else 0 :]
             targets.append((wanted, np.array(pages, dtype=np.int64)[wanted // page] * page + wanted % page))
         return targets
-
-
-def _resumed(sequence: Sequence, answered: int) -> Sequence:
-    """The sequence as it starts again with the tokens it has."""
-    return Sequence(
-        index=sequence.index,
-        prompt_index=sequence.prompt_index,
-        prompt_length=sequence.prompt_length,
-        sample_key=sequence.sample_key,
-        prefix_key=sequence.prefix_key,
-        answered=answered,
-    )

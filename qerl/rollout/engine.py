@@ -114,6 +114,7 @@ class Engine:
         noise: Noise | None = None,
         adapters: bool = True,
         first_sample_key: int = 0,
+        limits: Items[int] | None = None,
         on_progress: ProgressCallback | None = None,
     ) -> tuple[tuple[Completion, ...], dict[str, float]]:
         """Answer every prompt ``group_size`` times.
@@ -126,6 +127,7 @@ class Engine:
             noise: perturbation of the norm scales in every pass, or None. Its keys are the sample keys.
             adapters: whether the LoRA adapters take part.
             first_sample_key: key of the first answer; calls of one rollout must not share keys.
+            limits: most tokens of each answer, one an answer, at most ``sampling.max_new_tokens``; that for all when not given.
             on_progress: called whenever answers end.
 
         Returns:
@@ -147,6 +149,14 @@ class Engine:
         if group_size < 1:
             raise ConfigError("the group size is out of range", got=group_size, expected="1 or more")
         self._check_prompts(prompts, sampling)
+        if limits is not None and not (
+            len(limits) == len(prompts) * group_size and 1 <= min(limits) <= max(limits) <= sampling.max_new_tokens
+        ):
+            raise ConfigError(
+                "the limits of the answers are out of range",
+                got=f"{len(limits)} limits from {min(limits, default=0)} to {max(limits, default=0)}",
+                expected=f"{len(prompts) * group_size} limits from 1 to {sampling.max_new_tokens}",
+            )
         began = time.perf_counter()
         sequences = [
             Sequence(
@@ -155,6 +165,7 @@ class Engine:
                 prompt_length=len(prompts[index // group_size].token_ids),
                 sample_key=first_sample_key + index,
                 prefix_key=0 if noise is None else noise.prefix_key(first_sample_key + index),
+                limit=None if limits is None else limits[index],
             )
             for index in range(len(prompts) * group_size)
         ]

@@ -73,7 +73,7 @@ class RowState:
             last_tokens,
             [sequence.known_length - 1 for sequence in sequences],
             [sequence.answered for sequence in sequences],
-            [self.spec.max_new_tokens] * len(rows),
+            [sequence.limit or self.spec.max_new_tokens for sequence in sequences],
             [sequence.sample_key for sequence in sequences],
             [sequence.prompt_length for sequence in sequences],
         )

@@ -18,6 +18,8 @@ class Sequence:
     """Key of its random numbers, unique within the rollout."""
     prefix_key: int = 0
     """Sequences of one prompt with the same number share the prompt's keys and values; noise may set them apart."""
+    limit: int | None = None
+    """Most tokens of its answer; that of the sampling settings when not given."""
     answered: int = 0
     """Tokens of the answer that are known when it starts: 0, unless it lost its row to others and starts again."""
 

@@ -147,6 +147,19 @@ def test_a_kept_workspace_takes_each_calls_settings(model, tokenizer):
         assert_same_answers(found, expected)
 
 
+@pytest.mark.parametrize("settings", [{}, {"window": 6, "paged": True, "max_num_seqs": 7}])
+def test_answers_may_have_limits_of_their_own(model, tokenizer, settings):
+    engine, prompts = Engine(model, tokenizer, **settings), make_prompts(RAGGED)
+    expected, _ = Engine(model, tokenizer).generate(prompts, SPEC, group_size=GROUP)
+    limits = [1 + 7 * index % 18 for index in range(len(expected))]
+    found, _ = engine.generate(prompts, SPEC, group_size=GROUP, limits=limits)
+    for one, other, limit in zip(found, expected, limits, strict=True):
+        assert one.token_ids == other.token_ids[:limit]
+        assert one.stop_reason == (other.stop_reason if len(other.token_ids) <= limit else "length")
+    with pytest.raises(ConfigError, match="limits of the answers"):
+        engine.generate(prompts, SPEC, group_size=GROUP, limits=[*limits[1:], 19])
+
+
 def test_graphs_are_refused_on_the_cpu(model, tokenizer):
     with pytest.raises(ConfigError, match="captured on CUDA"):
         Engine(model, tokenizer, graphs=True)

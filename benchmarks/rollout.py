@@ -1,0 +1,250 @@
+"""Speed of generation, with random weights in the shapes of Qwen2.5, or with a real model on GSM8K.
+
+    python benchmarks/rollout.py --out results/rollout_7b.json [--size 7B] [--formats nvfp4,bf16] [--noise off,response]
+                                 [--sequences 1,8,32,64,128,256] [--realistic] [--model FOLDER --data gsm8k]
+
+The protocol of the anchors: prompts of 16 tokens, 192 new tokens, no stop, sampled at temperature 1 with log-probs, adapters of
+rank 32 on all seven projections with B not zero. A step is timed as the engine runs it, looks of the host included: the time of the
+decode rounds of a call over their steps, median of several calls. Kernel times come from a profile of replayed steps in the middle
+of the answer. The floor of a step is the sum over linear layers, head, adapters and cache of the larger of bytes / 4.28 TB/s and
+operations / 790 TFLOP/s. ``--realistic``: 64 prompts x 8 answers, 256 tokens in, lengths from a long-tailed distribution up to 2048.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import math
+import shlex
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+
+from synthetic import StubTokenizer, model_spec, random_model  # noqa: E402
+
+from qerl.env_info import collect_env  # noqa: E402
+from qerl.kernels import philox  # noqa: E402
+from qerl.metrics.files import to_json, whole_file  # noqa: E402
+from qerl.model.aqn import NoiseState  # noqa: E402
+from qerl.model.decoder import Decoder  # noqa: E402
+from qerl.records import Prompt, SamplingSpec  # noqa: E402
+from qerl.rollout.engine import Engine  # noqa: E402
+
+BANDWIDTH, COMPUTE = 4.28e12, 790e12
+"""Of one H200: bytes a second of a copy, operations a second of a bfloat16 product, both measured."""
+
+NO_EOS = (10**6,)
+ANCHORS = {
+    "source": "an earlier run on the same kind of machine: vLLM 0.26.0, ms a step at 1, 8, 32, 64, 128, 256 sequences",
+    "7B bf16 + LoRA": [6.61, 6.41, 6.53, 6.98, 9.39, 12.43],
+    "7B nvfp4 + LoRA": [5.16, 4.94, 5.47, 7.21, 12.33, 17.87],
+    "7B nvfp4": [3.48, 3.55, 4.08, 5.69, 9.07, 14.06],
+    "32B nvfp4 + LoRA": [15.0, 14.3, 17.3, 24.3, 41.6, 68.8],
+}
+CLASSES = (
+    ("attention", ("_attend", "_join")),
+    ("norm", ("rms", "norm")),
+    ("rotation", ("rope",)),
+    ("activation", ("silu",)),
+    ("sampling", ("_block_stats", "_pick", "_uniforms", "_advance")),
+    ("linear", ("nvjet", "gemm", "splitk", "cublas", "decode", "dequant", "wgrad", "cutlass")),
+)
+
+
+def make_prompts(count: int, length: int) -> list[Prompt]:
+    """Prompts of random tokens."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, 150_000, (count, length), generator=generator).tolist()
+    return [Prompt(id=str(i), question="", answer="", text="", token_ids=tuple(row)) for i, row in enumerate(ids)]
+
+
+def floor_ms(model: Decoder, sequences: int, context: float) -> float:
+    """Least time of a step, ms."""
+    spec = model.spec
+    seconds = 0.0
+    for linear in model.grouped_linears():
+        rows, columns = linear.weight.shape
+        seconds += max(linear.weight.nbytes() / BANDWIDTH, 2 * rows * columns * sequences / COMPUTE)
+        if linear.lora is not None:
+            numbers = sum(a.numel() + b.numel() for a, b in linear.lora.matrices().values())
+            seconds += max(2 * numbers / BANDWIDTH, 2 * numbers * sequences / COMPUTE)
+    head = spec.vocab_size * spec.hidden_size
+    seconds += max(2 * head / BANDWIDTH, 2 * head * sequences / COMPUTE)
+    seconds += 4 * spec.num_layers * spec.kv_size * context * sequences / BANDWIDTH
+    return 1e3 * seconds
+
+
+def profile(engine: Engine, rows: int, replays: int = 4) -> dict[str, Any]:
+    """Microseconds of device time a step by class of kernel, the kernels of a step, and the slowest of them."""
+    workspace = engine._workspace
+    assert workspace is not None and workspace.graphs is not None and workspace.layout.buckets is not None
+    bucket = next(bucket for bucket in workspace.layout.buckets if bucket >= rows)
+    workspace.state.cursor_1.zero_()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as recorded:
+        for _ in range(replays):
+            workspace.graphs.run((bucket, workspace._key), _no_capture)
+        torch.cuda.synchronize()
+    workspace.state.cursor_1.zero_()
+    found = {event.key: event for event in recorded.key_averages() if event.self_device_time_total > 0}
+    by_class: dict[str, float] = {}
+    for name, event in found.items():
+        kind = next((kind for kind, parts in CLASSES if any(part in name.lower() for part in parts)), "other")
+        by_class[kind] = by_class.get(kind, 0.0) + event.self_device_time_total / replays
+    slowest = sorted(found.items(), key=lambda item: -item[1].self_device_time_total)[:12]
+    return {
+        "us_by_class": {kind: round(us, 1) for kind, us in sorted(by_class.items(), key=lambda item: -item[1])},
+        "kernels": round(sum(event.count for event in found.values()) / replays),
+        "slowest_us": {
+            name[:80]: [round(e.self_device_time_total / replays, 1), round(e.count / replays)] for name, e in slowest
+        },
+    }
+
+
+def _no_capture() -> None:
+    raise AssertionError("the step has been captured")
+
+
+def steps(
+    model: Decoder, noise: Any, sequences: int, *, calls: int, prompt: int = 16, new: int = 192
+) -> dict[str, Any]:
+    """One cell of the table."""
+    torch.cuda.reset_peak_memory_stats()
+    engine = Engine(model, StubTokenizer(NO_EOS), max_num_seqs=sequences)  # type: ignore[arg-type]
+    group = math.gcd(sequences, 8)
+    prompts = make_prompts(sequences // group, prompt)
+    times, first = [], {}
+    for call in range(calls + 1):
+        sampling = SamplingSpec(max_new_tokens=new if call else 17, seed=call)
+        _, stats = engine.generate(prompts, sampling, group_size=group, noise=noise)
+        if call:
+            times.append(1e3 * stats["decode_seconds"] / stats["decode_steps"])
+        else:
+            first = stats
+    ms, floor = statistics.median(times), floor_ms(model, sequences, prompt + new / 2)
+    result = {
+        "sequences": sequences,
+        "ms_per_step": ms,
+        "ms_min_max": [min(times), max(times)],
+        "tokens_per_second": 1e3 * sequences / ms,
+        "floor_ms": floor,
+        "of_floor": floor / ms,
+        "peak_gb": torch.cuda.max_memory_allocated() / 1e9,
+        "first_call_graph_seconds": first["graph_seconds"],
+        **profile(engine, sequences),
+    }
+    engine.release()
+    return result
+
+
+def realistic(model: Decoder, noise: Any) -> dict[str, Any]:
+    """64 prompts x 8 answers of lengths from a log-normal distribution (median 300, a tenth above 900) up to 2048."""
+    engine = Engine(model, StubTokenizer(NO_EOS), max_num_seqs=512)  # type: ignore[arg-type]
+    normal = philox.normal(0, "benchmark/lengths", 512)
+    lengths = (300 * (0.85 * normal).exp()).clamp(1, 2048).long().tolist()
+    prompts, results = make_prompts(64, 256), []
+    for seed in range(2):
+        # Lengths are imposed through the limit of each row, so that random weights do not decide them.
+        _, stats = engine.generate(
+            prompts, SamplingSpec(max_new_tokens=2048, seed=seed), group_size=8, noise=noise, limits=lengths
+        )
+        results.append(stats)
+    return {"mean_length": statistics.mean(lengths), "longest": max(lengths), "first": results[0], "second": results[1]}
+
+
+def real(folder: str, data: str, settings: list[str]) -> dict[str, Any]:
+    """A real model on questions of a data set, with its own stops: the sampling of a training step, 64 prompts x 8."""
+    from qerl.config.load import load_config
+    from qerl.train.prompts import load_prompts
+    from qerl.train.session import open_session
+
+    config = load_config(None, [f"model.path={folder}", f"data.train={data}", "rollout.max_num_seqs=512", *settings])
+    session = open_session(config)
+    prompts, _, _ = load_prompts(config, session.tokenizer, data, "train", 64)
+    results = []
+    for seed in range(3):
+        _, stats = session.engine.generate(prompts, SamplingSpec(max_new_tokens=512, seed=seed), group_size=8)
+        results.append(stats)
+    return {"calls": results}
+
+
+def show(cell: dict[str, Any], started: float) -> None:
+    """One line."""
+    if "ms_per_step" not in cell:
+        print(f"[{time.perf_counter() - started:5.1f} s] {cell}", flush=True)
+        return
+    print(
+        f"[{time.perf_counter() - started:5.1f} s] {cell['size']} {cell['format']:6} {cell['noise']:8} "
+        f"{cell['sequences']:4} sequences {cell['ms_per_step']:7.3f} ms ({100 * cell['of_floor']:3.0f} % of the floor) "
+        f"{cell['tokens_per_second']:8.0f} tokens/s  {cell['kernels']} kernels  {cell['us_by_class']}",
+        flush=True,
+    )
+
+
+def main() -> None:
+    started = time.perf_counter()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--size", default="7B")
+    parser.add_argument("--formats", default="nvfp4")
+    parser.add_argument("--noise", default="off")
+    parser.add_argument("--sequences", default="1,8,32,64,128,256")
+    parser.add_argument("--rank", type=int, default=32)
+    parser.add_argument("--calls", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=math.inf, help="start no cell after so many seconds")
+    parser.add_argument("--realistic", action="store_true")
+    parser.add_argument("--dense", action="store_true", help="keep dequantized copies (quant.dense_cache=on)")
+    parser.add_argument("--model", help="a real model's folder, instead of random weights")
+    parser.add_argument("--data", default="gsm8k")
+    parser.add_argument("settings", nargs="*", metavar="key=value", help="settings of --model")
+    arguments = parser.parse_args()
+    cells: list[dict[str, Any]] = []
+
+    def write() -> None:
+        result = {
+            "command": shlex.join(["python", "benchmarks/rollout.py", *sys.argv[1:]]),
+            "environment": {key: value for key, value in collect_env().items() if key != "variables"},
+            "anchors": ANCHORS,
+            "cells": cells,
+        }
+        with whole_file(arguments.out) as temporary:
+            temporary.write_text(json.dumps(to_json(result), indent=1) + "\n", encoding="utf-8")
+
+    def add(cell: dict[str, Any]) -> None:
+        cells.append(cell)
+        show(cell, started)
+        write()
+
+    if arguments.model:
+        add(real(arguments.model, arguments.data, arguments.settings))
+        return
+    for format in arguments.formats.split(","):
+        spec = model_spec(arguments.size)
+        model = random_model(spec, format=format, rank=arguments.rank, dense_cache=arguments.dense)
+        for scope in arguments.noise.split(","):
+            noise = None
+            if scope != "off":
+                noise = NoiseState(
+                    seed=1, rollout=2, stage=1, sigma=0.01, group_size=8, scope=scope, sites=("attn_norm", "mlp_norm")
+                ).materialize(model)
+            head = {"size": arguments.size, "format": format, "noise": scope, "rank": arguments.rank}
+            for sequences in map(int, arguments.sequences.split(",")):
+                if time.perf_counter() - started < arguments.seconds:
+                    add({**head, **steps(model, noise, sequences, calls=arguments.calls)})
+            if arguments.realistic and time.perf_counter() - started < arguments.seconds:
+                add({**head, "realistic": realistic(model, noise)})
+        del model
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()
