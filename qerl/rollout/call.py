@@ -93,6 +93,7 @@ class Call:
             if not ended:
                 continue
             self.scheduler.release(ended)
+            self.workspace.state.clear(ended)
             done += len(ended)
             if on_progress is not None:
                 on_progress(done, len(self.answers), int(self.stats["generated_tokens"]))
@@ -107,9 +108,10 @@ class Call:
         """Tokens of a running sequence in the cache: all that are known but the last."""
         return sequence.prompt_length + len(self.answers[sequence.index].token_ids) - 1
 
-    def _limit(self, sequence: Sequence) -> int:
-        """Most tokens of its answer."""
-        return sequence.limit or self.sampling.max_new_tokens
+    def _left(self, sequence: Sequence) -> int:
+        """Tokens that its answer may still get."""
+        limit = sequence.limit or self.sampling.max_new_tokens
+        return limit - len(self.answers[sequence.index].token_ids)
 
     def _fill_rows(self) -> None:
         """Start waiting sequences in free rows, then close the gaps that remain."""
@@ -124,7 +126,7 @@ class Call:
         self._close_gaps()
 
     def _close_gaps(self) -> None:
-        moves = self.scheduler.compact()
+        moves = self.scheduler.compact(self.workspace.step_rows)
         if not moves:
             return
         workspace = self.workspace
@@ -135,49 +137,50 @@ class Call:
             longest = max(self._length(sequence) for sequence in moved if sequence is not None)
             workspace.cache.copy(source_M, target_M, longest)
         workspace.state.move(source_M, target_M)
+        workspace.state.clear(sources)
         if isinstance(workspace.noise, DecodeNoise):
             workspace.noise.move(source_M, target_M)
 
     def _advance(self) -> list[int]:
         """Advance every running row by some tokens; the rows that ended, ascending."""
         began = time.perf_counter()
-        left = max(self._limit(sequence) - len(self.answers[sequence.index].token_ids) for sequence in self._running())
-        steps = min(self.workspace.layout.window, left)
-        lost = self.scheduler.grow(
-            lambda sequence: min(self._length(sequence) + steps, sequence.prompt_length + self._limit(sequence) - 1)
-        )
-        for _, sequence in lost:
-            answered = len(self.answers[sequence.index].token_ids)
-            self.scheduler.requeue(replace(sequence, answered=answered))
+        steps = min(self.workspace.layout.window, max(self._left(sequence) for _, sequence in self._running()))
+        lost = self.scheduler.grow(lambda sequence: self._length(sequence) + min(steps, self._left(sequence)))
         if lost:
+            for _, sequence in lost:
+                answered = len(self.answers[sequence.index].token_ids)
+                self.scheduler.requeue(replace(sequence, answered=answered))
+            self.workspace.state.clear([row for row, _ in lost])
             self._close_gaps()
         if self.book is not None:
             self.workspace.write_table(self.book)
         running = self._running()
-        longest = max(self._length(sequence) for sequence in running)
-        tokens, logprobs = self.workspace.decode(len(running), steps, longest)
+        longest = max(self._length(sequence) for _, sequence in running)
+        tokens, logprobs = self.workspace.decode(len(self.scheduler.running), steps, longest)
         self.steps += steps
         ended = self._collect(running, tokens, logprobs)
         self.stats["decode_seconds"] += time.perf_counter() - began
         return ended
 
-    def _running(self) -> list[Sequence]:
-        return [sequence for sequence in self.scheduler.running if sequence is not None]
+    def _running(self) -> list[tuple[int, Sequence]]:
+        """(row, sequence) of all that run."""
+        return [(row, sequence) for row, sequence in enumerate(self.scheduler.running) if sequence is not None]
 
-    def _collect(self, running: list[Sequence], tokens: np.ndarray, logprobs: np.ndarray) -> list[int]:
+    def _collect(self, running: list[tuple[int, Sequence]], tokens: np.ndarray, logprobs: np.ndarray) -> list[int]:
         """Add what the last steps chose to the answers; the rows that ended."""
         counts = (tokens >= 0).sum(0)
-        last = tokens[np.maximum(counts, 1) - 1, np.arange(len(running))]
+        last = tokens[np.maximum(counts, 1) - 1, np.arange(tokens.shape[1])]
         stopped = np.isin(last, self.eos_ids).tolist()
         self.stats["generated_tokens"] += float(counts.sum())
-        rows = zip(counts.tolist(), tokens.T.tolist(), logprobs[0].T.tolist(), logprobs[1].T.tolist(), strict=True)
+        taken, ids = counts.tolist(), tokens.T.tolist()
+        behavior, sampler = logprobs[0].T.tolist(), logprobs[1].T.tolist()
         ended = []
-        for row, (sequence, (count, ids, behavior, sampler)) in enumerate(zip(running, rows, strict=True)):
-            answer = self.answers[sequence.index]
-            answer.token_ids.extend(ids[:count])
-            answer.behavior_logprobs.extend(behavior[:count])
-            answer.sampler_logprobs.extend(sampler[:count])
-            if stopped[row] or len(answer.token_ids) >= self._limit(sequence):
+        for row, sequence in running:
+            answer, count = self.answers[sequence.index], taken[row]
+            answer.token_ids.extend(ids[row][:count])
+            answer.behavior_logprobs.extend(behavior[row][:count])
+            answer.sampler_logprobs.extend(sampler[row][:count])
+            if stopped[row] or not self._left(sequence):
                 ended.append(row)
         return ended
 

@@ -37,6 +37,10 @@ PAGE_TOKENS = 64
 CUDA_WINDOW = 16
 """Steps between two looks of the host on CUDA. On the CPU the host looks at every step."""
 
+GROWTH = 1.25
+"""A kept cache that is too small for all rows is made anew, and steps are captured anew, if that makes it so much larger; else some
+sequences wait or are preempted."""
+
 KV_SHARE = 0.5
 """Most of the free memory of a CUDA device that keys and values take when no budget is given."""
 
@@ -54,6 +58,8 @@ class Engine:
         window: most steps between two looks of the host; 1 on the CPU and 16 on CUDA when not given. Answers do not depend on it.
         paged: keys and values lie in pages from a common stock, else each row has room for the longest sequence of the call; by
             default on CUDA only.
+        expected_tokens: longest sequence that calls will bring, prompt and answer. A paged cache is made for all rows at that length
+            at once, where the memory for it suffices, and not again when a later call needs more than the first.
         kv_bytes: most bytes of paged keys and values. When not given: half of the free memory on CUDA, no bound on the CPU.
         graphs: decode steps are captured; by default on CUDA, and only there.
 
@@ -74,6 +80,7 @@ class Engine:
         device: torch.device | str | None = None,
         window: int | None = None,
         paged: bool | None = None,
+        expected_tokens: int = 0,
         kv_bytes: int | None = None,
         graphs: bool | None = None,
     ):
@@ -96,6 +103,7 @@ class Engine:
         cuda = self.device.type == "cuda"
         self.window = window or (CUDA_WINDOW if cuda else 1)
         self.paged = cuda if paged is None else paged
+        self.expected_tokens = expected_tokens
         self.kv_bytes = kv_bytes
         self.graphs = cuda if graphs is None else graphs
         if self.graphs and not (cuda and self.paged):
@@ -224,8 +232,10 @@ class Engine:
                 remedy="Shorten one of them, or free memory on the device.",
             )
         pages = min(wanted, most)
-        if kept is not None and kept.layout.pages >= pages:
+        if kept is not None and kept.layout.pages - 2 >= each and pages < GROWTH * kept.layout.pages:
             return kept
+        expected = self.max_num_seqs * -(-self.expected_tokens // PAGE_TOKENS) + 3
+        pages = min(max(wanted, expected), most)
         self._workspace = kept = None
         layout = Layout(
             rows=self.buckets[-1] if self.buckets else self.max_num_seqs,

@@ -39,17 +39,22 @@ class RowState:
         def integers(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        self.last_token_R = integers(rows)
-        self.length_R = integers(rows)
-        self.count_R = integers(rows)
-        self.limit_R = integers(rows)
-        self.sample_key_R = integers(rows)
-        self.prompt_length_R = integers(rows)
-        self.alive_R = integers(rows, dtype=torch.bool)
+        # One tensor, so that starting and moving rows is one operation.
+        self._books = integers(7, rows)
+        (
+            self.last_token_R,
+            self.length_R,
+            self.count_R,
+            self.limit_R,
+            self.sample_key_R,
+            self.prompt_length_R,
+            self.alive_R,
+        ) = self._books
         self.eos_E = torch.tensor(list(eos_ids), dtype=torch.int64, device=device)
         self.cursor_1 = integers(1)
-        self.tokens_WR = integers(window, rows, dtype=torch.int32)
-        self.logprobs_2WR = torch.zeros(2, window, rows, device=device)
+        self._window_3WR = integers(3, window, rows, dtype=torch.int32)
+        self.tokens_WR = self._window_3WR[0]
+        self.logprobs_2WR = self._window_3WR[1:].view(torch.float32)
         self.key_3 = integers(3)
         """Key words of seed and stream, and the rollout: the part of the random numbers' key that all rows share."""
         self.temperature_1 = torch.ones(1, dtype=torch.float64, device=device)
@@ -64,11 +69,11 @@ class RowState:
         self.key_3.copy_(torch.tensor([*philox.stream_key(spec.seed, spec.stream), spec.rollout]))
         self.temperature_1.fill_(spec.temperature)
         self.cursor_1.zero_()
-        self.clear(0, len(self.alive_R))
+        self._books.zero_()
 
     def start(self, rows: Items[int], sequences: Items[Sequence], last_tokens: Items[int]) -> None:
         """Put sequences whose known tokens (all but the last) are in the cache into rows."""
-        row_M = torch.tensor(rows, device=self.length_R.device)
+        row_M = torch.tensor(rows, device=self._books.device)
         columns = (
             last_tokens,
             [sequence.known_length - 1 for sequence in sequences],
@@ -76,19 +81,17 @@ class RowState:
             [sequence.limit or self.spec.max_new_tokens for sequence in sequences],
             [sequence.sample_key for sequence in sequences],
             [sequence.prompt_length for sequence in sequences],
+            [1] * len(rows),
         )
         fresh = torch.tensor(columns, device=row_M.device)
-        for state_R, values_M in zip(self._integers(), fresh, strict=True):
-            state_R[row_M] = values_M
-        self.alive_R[row_M] = True
+        self._books[:, row_M] = fresh
         if self._column < UNIFORM_WINDOW and self.spec.temperature > 0:
             width = UNIFORM_WINDOW - self._column
             self.uniform_RU[row_M, self._column :] = answer_uniforms(self.spec, fresh[4], fresh[2], width)
 
-    def clear(self, first: int, stop: int) -> None:
-        """Make rows [first, stop) ones that do not run."""
-        self.alive_R[first:stop] = False
-        self.length_R[first:stop] = 0
+    def clear(self, rows: Items[int]) -> None:
+        """Make rows ones that do not run."""
+        self._books[:, torch.tensor(rows, device=self._books.device)] = 0
 
     def uniforms(self, running: int) -> Tensor | None:
         """float32 [B]: the random numbers of this step's tokens, or None when greedy. Called once a step."""
@@ -126,22 +129,12 @@ class RowState:
         Returns:
             (int32 [steps, B] tokens, -1 where a row was not alive, float32 [2, steps, B] log-probs).
         """
-        tokens = self.tokens_WR[:steps, :running].cpu().numpy().copy()
-        logprobs = self.logprobs_2WR[:, :steps, :running].cpu().numpy().copy()
+        window_3WR = self._window_3WR.cpu().numpy() if self._window_3WR.is_cuda else self._window_3WR.numpy().copy()
         self.cursor_1.zero_()
-        return tokens, logprobs
+        return window_3WR[0, :steps, :running], window_3WR[1:, :steps, :running].view(np.float32)
 
     def move(self, source_M: Tensor, target_M: Tensor) -> None:
         """Copy rows (int64 [M] each, disjoint) to others."""
-        for state_R in (*self._integers(), self.alive_R, self.uniform_RU):
-            state_R[target_M] = state_R[source_M]
-
-    def _integers(self) -> tuple[Tensor, ...]:
-        return (
-            self.last_token_R,
-            self.length_R,
-            self.count_R,
-            self.limit_R,
-            self.sample_key_R,
-            self.prompt_length_R,
-        )
+        self._books[:, target_M] = self._books[:, source_M]
+        if self._books.device.type == "cpu":
+            self.uniform_RU[target_M] = self.uniform_RU[source_M]

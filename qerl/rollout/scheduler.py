@@ -4,8 +4,8 @@ Sequences start in order as rows become free, and a row is freed when its answer
 once for all sequences that share its keys and values (one ``prefix``: a group as a rule, a single answer where noise at
 the prompt differs between answers), when the first of them starts; where the rows do not suffice for all, the keys and values
 also go to the spare row, from which the later ones start. As sequences start in order, at most one prefix
-is in that state, so one spare row suffices. Running sequences always hold the first rows, without gaps: a step's cost
-follows the number of sequences that still run.
+is in that state, so one spare row suffices. Running sequences hold the first rows, and gaps between them are closed where that makes a
+step smaller: its cost follows the number of sequences that still run.
 
 Where keys and values live in pages, sequences start while there are pages for them, and when those that run need more than
 there is, the one that comes last in order is put back in front of the waiting ones with the tokens it has (``preempt``). The first
@@ -134,8 +134,15 @@ class Scheduler:
         self._filled = True
         return self._passes(starts)
 
-    def compact(self) -> list[tuple[int, int]]:
-        """Close the gaps: moves (source, target) that bring the last running rows into the free ones before them."""
+    def compact(self, size: Callable[[int], int] = lambda rows: rows) -> list[tuple[int, int]]:
+        """Close the gaps: moves (source, target) that bring the last running rows into the free ones before them.
+
+        Args:
+            size: rows that a step over the first so many rows has. Gaps stay where closing them would not make it smaller.
+        """
+        held = sum(sequence is not None for sequence in self.running)
+        if size(held) >= size(len(self.running)):
+            return []
         moves = []
         gaps = [row for row, sequence in enumerate(self.running) if sequence is None]
         for gap in gaps:

@@ -72,6 +72,7 @@ class Workspace:
         self.table_RN: Tensor | None = None
         if layout.columns is not None:
             self.table_RN = torch.zeros(layout.rows, layout.columns, dtype=torch.int32, device=device)
+            self._lines_RN = np.zeros((layout.rows, layout.columns), dtype=np.int32)
         self.graphs = GraphPool(device) if layout.graphs else None
         self.noise: NoiseSource | None = None
         self._sources: dict[Hashable, DecodeNoise | KeyedDecodeNoise] = {}
@@ -96,7 +97,9 @@ class Workspace:
         if noise is None or not noise.places():
             return None, None
         state = noise.state
-        tables = fits_tables(noise, self.layout.rows)
+        # A draw that lasts an answer is read from a table on the CPU; a GPU's norm draws it in less time than the table would
+        # take to fill and to move.
+        tables = state.scope == "rollout" or (self.device.type == "cpu" and fits_tables(noise, self.layout.rows))
         spreads = tuple(isinstance(spread, Tensor) for spread in noise.spreads.values())
         key = (state.scope, state.prompt, state.sharing, state.group_size, tuple(noise.widths.items()), tables, spreads)
         source = self._sources.get(key)
@@ -113,25 +116,30 @@ class Workspace:
         """Bring the device's page table up to date."""
         if self.table_RN is None or not book.changed:
             return
-        rows = sorted(book.changed)
-        lines = np.zeros((len(rows), self.table_RN.shape[1]), dtype=np.int32)
-        for line, row in zip(lines, rows, strict=True):
-            line[: len(book.rows[row])] = book.rows[row]
-        self.table_RN[torch.tensor(rows, device=self.device)] = torch.from_numpy(lines).to(self.device)
+        for row in book.changed:
+            pages = book.rows[row]
+            self._lines_RN[row, : len(pages)] = pages
+            self._lines_RN[row, len(pages) :] = 0
+        stop = max(book.changed) + 1
+        self.table_RN[:stop].copy_(torch.from_numpy(self._lines_RN[:stop]))
         book.changed.clear()
 
+    def step_rows(self, running: int) -> int:
+        """Rows of a step over the first ``running`` ones: the next bucket."""
+        if self.layout.buckets is None:
+            return running
+        return next(bucket for bucket in (0, *self.layout.buckets) if bucket >= running)
+
     def decode(self, running: int, steps: int, longest: int) -> tuple[np.ndarray, np.ndarray]:
-        """Advance the first ``running`` rows by ``steps`` tokens, those that end on the way excepted; see ``RowState.look``.
+        """Advance the first ``running`` rows by ``steps`` tokens, those that are not alive or end on the way excepted; see
+        ``RowState.look``.
 
         Args:
-            running: rows that hold sequences.
+            running: rows up to the last that holds a sequence.
             steps: at most the window.
             longest: most tokens that a row has in the cache.
         """
-        rows = running
-        if self.layout.buckets is not None:
-            rows = next(bucket for bucket in self.layout.buckets if bucket >= running)
-            self.state.clear(running, rows)
+        rows = self.step_rows(running)
         for index in range(steps):
             if self.graphs is None:
                 self._step(rows, longest + index)

@@ -79,6 +79,7 @@ def open_session(
         tokenizer,
         max_num_seqs=config.decode_slots,
         device=device,
+        expected_tokens=_longest(config),
         kv_bytes=memory.kv_bytes(config, spec, device.type) if planned else None,
     )
     return Session(config=config, model_path=model_path, model=model, tokenizer=tokenizer, engine=engine, device=device)
@@ -166,7 +167,7 @@ def check_lengths(config: Config, spec: ModelSpec) -> None:
     Raises:
         ConfigError: the longest prompt plus the longest answer exceeds ``max_position_embeddings``.
     """
-    longest = config.rollout.max_prompt_tokens + max(config.rollout.max_new_tokens, config.eval.max_new_tokens or 0)
+    longest = _longest(config)
     if longest > spec.max_positions:
         raise ConfigError(
             "rollout.max_prompt_tokens + max_new_tokens exceeds the model's positions",
@@ -174,3 +175,8 @@ def check_lengths(config: Config, spec: ModelSpec) -> None:
             expected=f"at most {spec.max_positions}",
             remedy="Shorten one of them, or leave both unset",
         )
+
+
+def _longest(config: Config) -> int:
+    """Tokens of the longest prompt and the longest answer together."""
+    return config.rollout.max_prompt_tokens + max(config.rollout.max_new_tokens, config.eval.max_new_tokens or 0)

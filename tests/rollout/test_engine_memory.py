@@ -124,6 +124,26 @@ def test_pages_are_kept_between_calls_and_grow_with_need(model, tokenizer):
     assert_same_answers(engine.generate(prompts, SPEC, group_size=GROUP)[0], expected)
 
 
+def test_an_expected_length_makes_the_cache_large_enough_at_once(model, tokenizer):
+    engine = Engine(model, tokenizer, paged=True, max_num_seqs=20, expected_tokens=17 + 18)
+    _, first = engine.generate(make_prompts(RAGGED)[:1], SamplingSpec(max_new_tokens=2))
+    kept = engine._workspace
+    _, later = engine.generate(make_prompts(RAGGED), SPEC, group_size=GROUP)
+    assert engine._workspace is kept
+    assert first["kv_bytes"] == later["kv_bytes"] >= 20 * 9 * PAGE_BYTES
+
+
+def test_a_bounded_cache_is_not_made_anew_for_a_little_more_memory(model, tokenizer):
+    engine = Engine(model, tokenizer, paged=True, kv_bytes=20 * PAGE_BYTES)
+    expected, _ = Engine(model, tokenizer).generate(make_prompts(RAGGED), SPEC, group_size=GROUP)
+    engine.generate(make_prompts(RAGGED), SPEC, group_size=GROUP)
+    kept = engine._workspace
+    for pages, same in ((22, True), (40, False)):
+        engine.kv_bytes = pages * PAGE_BYTES
+        assert_same_answers(engine.generate(make_prompts(RAGGED), SPEC, group_size=GROUP)[0], expected)
+        assert (engine._workspace is kept) == same
+
+
 def test_a_kept_workspace_takes_each_calls_settings(model, tokenizer):
     """Noise, adapters, temperature, seed and stream of one call must not leak into the next."""
     kept = Engine(model, tokenizer, paged=True, window=4)

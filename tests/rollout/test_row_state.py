@@ -32,7 +32,7 @@ def test_a_row_dies_at_any_eos_or_at_the_longest_answer_and_changes_no_more():
     state = make_state(4, SamplingSpec(max_new_tokens=2))
     state.start([0, 1, 2, 3], [make_sequence(key) for key in range(4)], [9, 9, 9, 9])
     step(state, [1, 5, 2, 6])
-    assert state.alive_R.tolist() == [True, False, True, False]
+    assert state.alive_R.tolist() == [1, 0, 1, 0]
     step(state, [1, 1, 5, 1])
     assert not state.alive_R.any()
     step(state, [8, 8, 8, 8])
@@ -63,7 +63,7 @@ def test_tokens_survive_moves_and_reuse_of_rows_and_a_look_begins_a_new_window()
     assert state.look(2, 2)[0].tolist() == [[33, 32], [43, 48]]
     assert state.length_R.tolist()[:2] == [8, 2]
     assert state.count_R.tolist()[:2] == [4, 2]
-    assert state.alive_R.tolist()[:2] == [False, True]
+    assert state.alive_R.tolist()[:2] == [0, 1]
 
 
 def test_random_numbers_follow_the_sample_through_windows_moves_and_late_starts():

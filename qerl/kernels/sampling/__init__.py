@@ -75,7 +75,7 @@ def advance_rows(
         tokens_B: int64.
         behavior_B, sampler_B: float32, log-probs untruncated and under the sampler.
         last_token_R, length_R, count_R, limit_R: int64; limit is the most tokens of the answer.
-        alive_R: bool.
+        alive_R: int64, 0 or 1.
         cursor_1: int64 [1], in [0, W).
         eos_E: int64.
         tokens_WR: int32.

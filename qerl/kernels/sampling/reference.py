@@ -99,12 +99,12 @@ def advance_rows(
     """See `qerl.kernels.sampling.advance_rows`."""
     rows = len(tokens_B)
     alive_B = alive_R[:rows]
-    entry_B = torch.where(alive_B, tokens_B, -1)
+    entry_B = torch.where(alive_B > 0, tokens_B, -1)
     tokens_WR[:, :rows].index_copy_(0, cursor_1, entry_B[None].to(tokens_WR.dtype))
     for plane_WR, values_B in zip(logprobs_2WR, (behavior_B, sampler_B), strict=True):
         plane_WR[:, :rows].index_copy_(0, cursor_1, values_B[None])
-    last_token_R[:rows] = torch.where(alive_B, tokens_B, last_token_R[:rows])
+    last_token_R[:rows] = torch.where(alive_B > 0, tokens_B, last_token_R[:rows])
     count_R[:rows] += alive_B
     length_R[:rows] += alive_B
-    alive_B &= ~(tokens_B[:, None] == eos_E).any(-1) & (count_R[:rows] < limit_R[:rows])
+    alive_B *= ~(tokens_B[:, None] == eos_E).any(-1) & (count_R[:rows] < limit_R[:rows])
     cursor_1 += 1

@@ -241,6 +241,6 @@ def _advance(
     ended_L = count_L >= limit_L
     for index in range(eos):
         ended_L = ended_L | (token_L == tl.load(eos_ptr + index))
-    tl.store(alive_ptr + row_L, alive_L & (ended_L == 0), mask=mask_L)
+    tl.store(alive_ptr + row_L, (alive_L & (ended_L == 0)).to(tl.int64), mask=mask_L)
     tl.debug_barrier()
     tl.store(cursor_ptr, cursor + 1)
