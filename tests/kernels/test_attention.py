@@ -1,13 +1,11 @@
-"""Attention against loops in float64, on ragged batches; decoding against the packed form."""
+"""Attention against loops in float64, on ragged batches."""
 
-import itertools
 import math
 
 import pytest
 import torch
 
 from qerl.kernels.attention import packed_attention
-from qerl.kernels.cached_attention import cached_attention
 
 LENGTHS = [[1], [5, 5, 5], [3, 1, 7, 2], [1, 9]]
 HEADS = [(4, 4), (4, 2), (6, 1), (6, 3)]
@@ -72,34 +70,3 @@ def test_no_token_sees_the_future():
     before = packed_attention(q, k, v, offsets([6]), 0.3)[:5]
     k[5], v[5] = 50.0, 50.0
     torch.testing.assert_close(packed_attention(q, k, v, offsets([6]), 0.3)[:5], before, rtol=1e-13, atol=0)
-
-
-@pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
-def test_decoding_equals_the_last_rows_of_the_packed_form(heads, kv_heads):
-    lengths, longest = [3, 1, 7, 2], 12
-    q, k, v = qkv(sum(lengths), heads, kv_heads)
-    cu = offsets(lengths)
-    # What lies beyond a slot's length is left over from another sequence.
-    k_cache, v_cache = (100 * torch.ones(4, longest, kv_heads, 8, dtype=torch.float64) for _ in range(2))
-    for slot, (start, stop) in enumerate(itertools.pairwise(cu)):
-        k_cache[slot, : stop - start], v_cache[slot, : stop - start] = k[start:stop], v[start:stop]
-    decoded = cached_attention(q[cu[1:] - 1], k_cache, v_cache, torch.tensor(lengths), 0.3)
-    torch.testing.assert_close(decoded, packed_attention(q, k, v, cu, 0.3)[cu[1:] - 1], rtol=1e-12, atol=1e-12)
-
-
-def test_a_slot_does_not_depend_on_the_slots_around_it_or_on_what_lies_beyond_its_length():
-    q, k, v = qkv(3 * 12, 4, 2, dtype=torch.float32)
-    q, k, v = q[:3], k.view(3, 12, 2, 8), v.view(3, 12, 2, 8)
-    lengths = torch.tensor([5, 12, 8])
-    together = cached_attention(q, k, v, lengths, 0.3)
-    for slot in range(3):
-        one = slice(slot, slot + 1)
-        alone = cached_attention(q[one], k[one, : lengths[slot]], v[one, : lengths[slot]], lengths[one], 0.3)
-        torch.testing.assert_close(together[one], alone, rtol=1e-6, atol=1e-6)
-
-
-def test_an_empty_slot_gives_zeros():
-    q, k, v = qkv(24, 4, 2, dtype=torch.float32)
-    out = cached_attention(q[:2], k.view(2, 12, 2, 8), v.view(2, 12, 2, 8), torch.tensor([0, 3]), 0.3)
-    assert torch.equal(out[0], torch.zeros(4, 8))
-    assert out[1].abs().sum() > 0

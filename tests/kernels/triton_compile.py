@@ -14,17 +14,20 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from qerl.kernels.activation import triton as activation
+from qerl.kernels.cached_attention import triton as cached_attention
 from qerl.kernels.philox import triton as philox
 from qerl.kernels.quantize import triton as quantize
 from qerl.kernels.rms_norm import KeyedNoise, TableNoise
 from qerl.kernels.rms_norm import triton as rms_norm
 from qerl.kernels.rope import HeadNorms
 from qerl.kernels.rope import triton as rope
+from qerl.kernels.sampling import triton as sampling
 from qerl.kernels.token_logprobs import triton as token_logprobs
 
 TYPES = {
     torch.bfloat16: "*bf16",
     torch.float32: "*fp32",
+    torch.float64: "*fp64",
     torch.int64: "*i64",
     torch.int32: "*i32",
     torch.bool: "*i1",
@@ -103,6 +106,23 @@ def calls() -> None:
     head, hidden = torch.randn(8000, 64).bfloat16(), torch.randn(tokens, 64).bfloat16().requires_grad_()
     logp, entropy = token_logprobs.token_logprobs(hidden, head, None, rows, 1.0, None)
     (logp.sum() + entropy.sum()).backward()
+    decode_calls(rows)
+
+
+def decode_calls(rows: torch.Tensor) -> None:
+    """The kernels of a decode step alone."""
+    table = torch.ones(4, 2, dtype=torch.int32)
+    for splits in (1, 16):
+        q, cache = torch.zeros(4, 28, 128).bfloat16(), torch.zeros(3, 64, 4, 128).bfloat16()
+        cached_attention.cached_attention(q, cache, cache, rows, 0.1, table, splits)
+    cached_attention.cached_attention(q.float(), cache.float(), cache.float(), rows, 0.1, None, 1)
+    logits, uniforms = torch.zeros(4, 151936), torch.full((4,), 0.5)
+    tokens, logprobs = sampling.draw_token(logits, uniforms, torch.ones(1, dtype=torch.float64))
+    sampling.draw_token(logits, None, 1.0)
+    sampling.keyed_uniforms(rows[:3], rows, rows)
+    books = {name: rows.clone() for name in ("last_token_R", "length_R", "count_R", "limit_R", "alive_R")}
+    windows = {"tokens_WR": torch.zeros(8, 4, dtype=torch.int32), "logprobs_2WR": torch.zeros(2, 8, 4)}
+    sampling.advance_rows(tokens, logprobs, logprobs, **books, **windows, cursor_1=rows[:1], eos_E=rows[:2])
 
 
 if __name__ == "__main__":

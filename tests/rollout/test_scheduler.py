@@ -1,10 +1,12 @@
 """The scheduler by hand on small cases, and under any mix of lengths and limits."""
 
 import random
+from dataclasses import replace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from qerl.rollout.pages import PageBook
 from qerl.rollout.scheduler import Scheduler
 from qerl.rollout.sequence import Sequence
 
@@ -126,3 +128,98 @@ def test_any_mix_finishes_with_each_sequence_once_and_no_row_shared_or_lost(
     assert started == [sequence.index for sequence in sequences]
     assert sorted(finished) == started
     assert not held
+
+
+def test_gaps_stay_where_closing_them_makes_no_step_smaller():
+    scheduler = Scheduler(make_sequences([3] * 4, 1), rows=4, prefill_tokens=100)
+    scheduler.admit()
+    scheduler.release([1])
+    assert scheduler.compact(lambda rows: 1 if rows == 1 else 4) == []
+    assert [sequence and sequence.index for sequence in scheduler.running] == [0, None, 2, 3]
+    scheduler.release([0, 2])
+    assert scheduler.compact(lambda rows: 1 if rows == 1 else 4) == [(3, 0)]
+    assert running(scheduler) == [3]
+
+
+class PagedRun:
+    """A stand-in for the engine: sequences get random numbers of tokens, and every page is looked after from outside."""
+
+    def __init__(self, sequences, *, rows, pages, page_tokens, prefill_tokens, window, rng):
+        self.book = PageBook(pages=pages, page_tokens=page_tokens, rows=rows)
+        self.scheduler = Scheduler(sequences, rows=rows, prefill_tokens=prefill_tokens, book=self.book)
+        self.lengths = {sequence.index: rng.randint(1, 30) for sequence in sequences}
+        self.answered = dict.fromkeys(self.lengths, 0)
+        self.window, self.rng = window, rng
+        self.finished: list[int] = []
+
+    def stored(self, sequence, more=0):
+        tokens = min(self.answered[sequence.index] + more, self.lengths[sequence.index])
+        return sequence.prompt_length - 1 + tokens
+
+    def check_pages(self):
+        """Held and free pages are all pages; a page has one writer, and is shared only where it is full and of one prompt."""
+        holders: dict[int, list] = {}
+        for row, sequence in enumerate(self.scheduler.running):
+            pages = self.book.rows[row]
+            assert (sequence is None) == (not pages)
+            if sequence is not None:
+                assert len(pages) * self.book.page_tokens >= self.stored(sequence)
+                for place, page in enumerate(pages):
+                    holders.setdefault(page, []).append((sequence.prompt_index, place, sequence.prompt_length - 1))
+        assert all(not pages for pages in self.book.rows[len(self.scheduler.running) :])
+        for page, users in holders.items():
+            assert page > 0
+            if len(users) > 1:
+                assert len(set(users)) == 1, "another prompt, or another place of it"
+                assert (users[0][1] + 1) * self.book.page_tokens <= users[0][2], "a page that is still written to"
+        assert len(holders.keys() | set(self.book.spare)) + self.book.free == self.book.total
+
+    def round(self):
+        scheduler = self.scheduler
+        for starts in scheduler.admit():
+            for start in starts:
+                assert start.sequences[0].answered == 0 or len(start.sequences) == 1
+        self.check_pages()
+        scheduler.compact()
+        lost = scheduler.grow(lambda sequence: self.stored(sequence, self.window))
+        for _, sequence in lost:
+            scheduler.requeue(replace(sequence, answered=self.answered[sequence.index]))
+        scheduler.compact()
+        self.check_pages()
+        assert scheduler.running, "sequences wait but none runs"
+        for sequence in scheduler.running:
+            self.answered[sequence.index] += self.rng.randint(1, self.window)
+        ended = [
+            row
+            for row, sequence in enumerate(scheduler.running)
+            if self.answered[sequence.index] >= self.lengths[sequence.index]
+        ]
+        self.finished += [sequence.index for sequence in scheduler.release(ended)]
+
+
+@given(
+    st.lists(st.integers(1, 40), min_size=1, max_size=10),
+    st.integers(1, 6),
+    st.integers(1, 40),
+    st.integers(1, 8),
+    st.integers(0, 40),
+    st.integers(1, 5),
+    st.randoms(use_true_random=False),
+)
+@settings(max_examples=200, deadline=None)
+def test_any_mix_ends_with_the_fewest_pages_or_with_more(
+    prompt_lengths, group_size, rows, page_tokens, more, window, rng: random.Random
+):
+    sequences = make_sequences(prompt_lengths, group_size)
+    longest = max(prompt_lengths) + 30 - 1
+    pages = -(-longest // page_tokens) + 2 + more
+    run = PagedRun(
+        sequences, rows=rows, pages=pages, page_tokens=page_tokens, prefill_tokens=50, window=window, rng=rng
+    )
+    rounds = 0
+    while not run.scheduler.done:
+        run.round()
+        rounds += 1
+        assert rounds <= 31 * len(sequences), "no progress"
+    assert sorted(run.finished) == [sequence.index for sequence in sequences]
+    assert run.book.free + len(run.book.spare) == run.book.total

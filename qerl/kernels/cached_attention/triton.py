@@ -1,3 +1,4 @@
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 """Decode attention in Triton: one query a row against its pages of the cache, split over the context, parts joined in fixed order.
 
 Legend: B rows, H query heads, K key/value heads, G = H / K heads that share one, d head size, P pages, L tokens a page, N pages a
@@ -80,7 +81,8 @@ def cached_attention(
         PAGED=table_BN is not None,
         EXACT=q_BHd.dtype == torch.float32,
         num_warps=4,
-        num_stages=3,
+        # Tiles of float32 in several stages would not fit the shared memory of smaller devices.
+        num_stages=1 if q_BHd.dtype == torch.float32 else 3,
     )
     if splits > 1:
         _join[(rows * heads,)](

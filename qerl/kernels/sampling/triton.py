@@ -1,3 +1,4 @@
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 """Sampling in three small Triton kernels: one pass over the logits, one program a row, and the books.
 
 Legend: B rows, V vocabulary, N blocks of 128 tokens.

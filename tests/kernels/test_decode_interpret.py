@@ -1,0 +1,134 @@
+"""The Triton kernels of a decode step in the interpreter: attention over pages, drawing of tokens, keyed numbers, the rows' books."""
+
+import math
+
+import pytest
+import torch
+import triton_cpu  # noqa: F401 - prepares the interpreter, before any kernel module
+
+from qerl.kernels import philox
+from qerl.kernels.cached_attention import reference as attention_reference
+from qerl.kernels.cached_attention import triton as attention
+from qerl.kernels.sampling import reference as sampling_reference
+from qerl.kernels.sampling import triton as sampling
+
+pytestmark = pytest.mark.interpret
+
+ATTENTION_TOLERANCE = 1e-6
+"""float32, sums in another order; measured: 2.4e-7."""
+LOGPROB_TOLERANCE = 2e-6
+"""Sums of blocks in float32, of a row in float64; measured: 5e-7."""
+
+
+def normal(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("splits", [1, 2, 8])
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(6, 2, 16), (7, 1, 24), (40, 2, 8)])
+def test_attention_over_pages_at_any_number_of_splits(splits, heads, kv_heads, size):
+    table = torch.tensor([[3, 1, 2], [4, 5, 0], [6, 0, 0], [7, 8, 9], [0, 0, 0]], dtype=torch.int32)
+    lengths = torch.tensor([130, 65, 3, 192, 0])
+    q, k, v = normal(5, heads, size), normal(10, 64, kv_heads, size, seed=1), normal(10, 64, kv_heads, size, seed=2)
+    # What lies beyond a row's length is not even read: a NaN there must not matter.
+    k[2, 2:], v[2, 2:], k[5, 1:] = math.nan, math.nan, math.nan
+    found = attention.cached_attention(q, k, v, lengths, 0.25, table, splits)
+    clean_k, clean_v = k.nan_to_num(), v.nan_to_num()
+    expected = attention_reference.cached_attention(q, clean_k, clean_v, lengths, 0.25, table).nan_to_num()
+    torch.testing.assert_close(found, expected, rtol=0, atol=ATTENTION_TOLERANCE)
+
+
+def test_attention_without_a_table():
+    q, k, v = normal(3, 4, 16), normal(4, 100, 2, 16, seed=1), normal(4, 100, 2, 16, seed=2)
+    lengths = torch.tensor([100, 64, 1])
+    found = attention.cached_attention(q, k, v, lengths, 0.25, None, 2)
+    expected = attention_reference.cached_attention(q, k, v, lengths, 0.25)
+    torch.testing.assert_close(found, expected, rtol=0, atol=ATTENTION_TOLERANCE)
+
+
+def test_splits_fill_the_device_and_follow_from_the_batch_alone():
+    assert attention.splits_for(1, 4, 132) == 64
+    assert attention.splits_for(64, 4, 132) == 4
+    assert attention.splits_for(512, 2, 132) == 1
+
+
+@pytest.mark.parametrize("vocabulary", [57, 128, 389, 4000])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_tokens_and_logprobs_are_those_of_the_reference(vocabulary, temperature):
+    logits = 3 * normal(24, vocabulary)
+    logits[0, :50] = -math.inf
+    logits[2, ::2] = -math.inf
+    logits[3, 5] = logits[3].max()  # a tie at the top
+    logits[4, 1:] = -math.inf
+    uniforms = torch.rand(24, generator=torch.Generator().manual_seed(3)).clamp(0.001, 0.999)
+    before = logits.clone()
+    for chosen in (uniforms, None):
+        tokens, logprobs = sampling.draw_token(logits, chosen, temperature)
+        expected_tokens, expected = sampling_reference.draw_token(logits, chosen, temperature)
+        assert torch.equal(tokens, expected_tokens)
+        torch.testing.assert_close(logprobs, expected, rtol=0, atol=LOGPROB_TOLERANCE)
+    assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize("uniform", [2.0**-24, 1e-6, 0.5, 1 - 1e-6, 1 - 2.0**-24])
+def test_a_drawn_token_holds_its_number_within_rounding_and_is_possible(uniform):
+    logits = 3 * normal(16, 700, seed=5)
+    logits[::2, 600:] = -math.inf
+    logits[1::2, :200] = -math.inf
+    tokens, logprobs = sampling.draw_token(logits, torch.full((16,), uniform), 0.8)
+    ends = torch.softmax(logits.double() / 0.8, -1).cumsum(-1).gather(-1, tokens[:, None])[:, 0]
+    mass = torch.softmax(logits.double() / 0.8, -1).gather(-1, tokens[:, None])[:, 0]
+    assert (mass > 0).all()
+    assert (ends - mass - 1e-6 <= uniform).all()
+    assert (uniform <= ends + 1e-6).all()
+    torch.testing.assert_close(logprobs.double(), mass.log(), rtol=0, atol=LOGPROB_TOLERANCE)
+
+
+def test_a_temperature_in_device_memory_and_a_nan():
+    logits, uniforms = normal(3, 300), torch.tensor([0.2, 0.5, 0.9])
+    logits[1, 7] = math.nan
+    tokens, logprobs = sampling.draw_token(logits, uniforms, torch.tensor([0.7], dtype=torch.float64))
+    expected_tokens, expected = sampling_reference.draw_token(logits, uniforms, 0.7)
+    assert tokens[[0, 2]].tolist() == expected_tokens[[0, 2]].tolist()
+    assert 0 <= tokens[1] < 300
+    torch.testing.assert_close(logprobs, expected, rtol=0, atol=LOGPROB_TOLERANCE, equal_nan=True)
+    assert logprobs[1].isnan()
+
+
+def test_keyed_numbers_have_the_bits_of_philox():
+    keys, positions = torch.arange(200) * 1_000_003 % (1 << 32), torch.arange(200)
+    key_3 = torch.tensor([*philox.stream_key(7, "sample"), 41])
+    expected = philox.uniform_at(7, "sample", positions, keys, 41, 0)
+    assert torch.equal(sampling.keyed_uniforms(key_3, positions, keys), expected)
+    assert torch.equal(sampling_reference.keyed_uniforms(key_3, positions, keys), expected)
+
+
+def make_books():
+    rows = 9
+    return {
+        "last_token_R": torch.arange(rows),
+        "length_R": 3 * torch.arange(rows),
+        "count_R": torch.arange(rows),
+        "limit_R": torch.full((rows,), 4),
+        "alive_R": torch.tensor([1, 1, 0, 1, 0, 1, 1, 1, 1]),
+        "cursor_1": torch.tensor([1]),
+        "eos_E": torch.tensor([11, 12]),
+        "tokens_WR": torch.zeros(3, rows, dtype=torch.int32),
+        "logprobs_2WR": torch.zeros(2, 3, rows),
+    }
+
+
+def test_the_books_are_kept_as_the_reference_keeps_them():
+    tokens, behavior, sampler = torch.tensor([10, 11, 12, 13, 14, 10]), normal(6), normal(6, seed=1)
+    found, expected = make_books(), make_books()
+    sampling.advance_rows(tokens, behavior, sampler, **found)
+    sampling_reference.advance_rows(tokens, behavior, sampler, **expected)
+    alive = expected["tokens_WR"] >= 0
+    for name, tensor in expected.items():
+        if name == "logprobs_2WR":
+            assert torch.equal(found[name][:, alive], tensor[:, alive])
+        else:
+            assert torch.equal(found[name], tensor), name
+    assert expected["alive_R"].tolist() == [1, 0, 0, 0, 0, 0, 1, 1, 1]
+    assert expected["tokens_WR"][1].tolist() == [10, 11, -1, 13, -1, 10, 0, 0, 0]
+    assert expected["cursor_1"].tolist() == [2]
