@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from qerl.errors import RunStopped
 from qerl.train.stop import StopRequest
 
 if TYPE_CHECKING:
@@ -29,6 +30,9 @@ def run_child(plan: Plan, arguments: Sequence[str], seconds: float | None) -> st
 
     Returns:
         Why it ended badly, or None.
+
+    Raises:
+        RunStopped: a signal reached this process and was passed on.
     """
     command = [sys.executable, "-m", "qerl", "matrix", str(plan.path), *plan.settings, "--out", str(plan.out)]
     command += ["--one-process", "--no-portable", *arguments]
@@ -36,7 +40,7 @@ def run_child(plan: Plan, arguments: Sequence[str], seconds: float | None) -> st
         command += ["--max-minutes", f"{max(seconds - STARTING_SECONDS, 0.0) / 60:.4f}"]
     # A session of its own: the terminal's Ctrl-C reaches this process alone, which passes it on once.
     child = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, errors="replace", start_new_session=True)
-    with StopRequest(lambda text: child.terminate()):
+    with StopRequest(lambda text: child.terminate()) as stop:
         try:
             _, errors = child.communicate()
         except KeyboardInterrupt:
@@ -45,6 +49,8 @@ def run_child(plan: Plan, arguments: Sequence[str], seconds: float | None) -> st
             raise
     if errors:
         sys.stderr.write(errors)
+    if stop.signal_number is not None:
+        raise RunStopped("the running cell was stopped after its step, which is saved", stop.signal_number)
     if child.returncode in (0, 1):
         return None
     if child.returncode < 0:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from qerl.errors import ConfigError, QerlError, RunStopped, nearest
+from qerl.errors import ConfigError, QerlError, RunFolderError, RunStopped, nearest
 from qerl.experiments.cells import Cell
 from qerl.experiments.choice import choose
 from qerl.experiments.final import evaluate_trained, from_trainer, reopen, wanted
@@ -61,6 +61,7 @@ def run_matrix(path: Path, settings: Sequence[str], out: Path | None, orders: Or
 
     Raises:
         ConfigError: the matrix or the orders are refused.
+        RunStopped: SIGINT or SIGTERM ended it; what was reached is kept.
     """
     deadline = Deadline(None if orders.max_minutes is None else 60 * orders.max_minutes - RESERVED_SECONDS)
     # A cell's own process leaves out what the one that started it has looked at.
@@ -73,6 +74,7 @@ def run_matrix(path: Path, settings: Sequence[str], out: Path | None, orders: Or
             say(f"{cell.name}: invalid, left out: {cell.problem}")
     plan = _find_temperatures(plan, orders, say)
     tried: set[str] = set()
+    stopped: RunStopped | None = None
     while not orders.match_only:
         plan = _settle_choices(plan, orders, say)
         due = [cell for cell in _selected(plan, orders) if cell.name not in tried and _is_due(plan, cell, orders)]
@@ -82,13 +84,19 @@ def run_matrix(path: Path, settings: Sequence[str], out: Path | None, orders: Or
         if not _has_time(plan, deadline):
             say("time is up; the same command goes on")
             break
-        state = _run_one(plan, cell, orders, deadline, say)
+        try:
+            state = _run_one(plan, cell, orders, deadline)
+        except RunStopped as stop:
+            stopped = stop
+            break
         tried.add(cell.name)
         say(f"{cell.name}: {state}")
         if state in ("stopped", "trained", "running"):
             break
     if orders.portable:
         _write_portable(plan)
+    if stopped is not None:
+        raise RunStopped(f"{stopped}. The same matrix command goes on", stopped.exit_code - 128)
     return plan
 
 
@@ -127,7 +135,7 @@ def _has_time(plan: Plan, deadline: Deadline) -> bool:
     return left > max(known, default=0.0)
 
 
-def _run_one(plan: Plan, cell: Cell, orders: Orders, deadline: Deadline, say: Say) -> str:
+def _run_one(plan: Plan, cell: Cell, orders: Orders, deadline: Deadline) -> str:
     if orders.one_process:
         return run_cell(plan, cell, deadline, own_process=not orders.portable)
     left = deadline.seconds_left()
@@ -142,13 +150,22 @@ def _run_one(plan: Plan, cell: Cell, orders: Orders, deadline: Deadline, say: Sa
 
 
 def run_cell(plan: Plan, cell: Cell, deadline: Deadline, *, own_process: bool) -> str:
-    """Run, or go on with, one cell in this process, which may be its own; returns its new state. What fails is kept."""
+    """Run, or go on with, one cell in this process, which may be its own; returns its new state. What fails is kept.
+
+    Raises:
+        RunStopped: a signal ended it, after a step or at once; its state is ``stopped``.
+    """
     assert cell.config is not None
     run = plan.run(cell)
+    _refuse_strangers(plan, cell, run)
     plan.manifest.set_state(cell.name, "running", error=None, own_process=own_process)
     try:
         state = _train_and_evaluate(plan, cell, run, deadline)
         plan.manifest.set_state(cell.name, state)
+    except RunStopped:
+        plan.manifest.set_state(cell.name, "stopped")
+        write_cell_summary(plan, cell)
+        raise
     except FAILURES as error:
         what = str(error) or type(error).__name__
         plan.manifest.set_state(cell.name, "failed", error=f"{type(error).__name__}: {what}"[:2000])
@@ -184,14 +201,25 @@ def _train_and_evaluate(plan: Plan, cell: Cell, run: RunDir, deadline: Deadline)
                 before=lambda trainer: take_over_before(trainer, (plan.run(c) for c in plan.cells if c != cell)),
                 after=lambda trainer: done.update(finals=evaluate_trained(from_trainer(trainer), specs, time_for)),
             )
-        except RunStopped:
-            # After its step, a stopped cell has a summary and goes on another time; at once, it has none.
-            if not run.summary_path.exists():
-                raise
-        _share_probe(plan, run)
+        finally:
+            _share_probe(plan, run)
         if (run.read_json(run.summary_path) or {}).get("status") != "finished":
             return "stopped"
     return "finished" if done["finals"] else "trained"
+
+
+def _refuse_strangers(plan: Plan, cell: Cell, run: RunDir) -> None:
+    """A folder of the cell's name that the matrix has not made is left alone.
+
+    Raises:
+        RunFolderError: there is one, with something in it.
+    """
+    if plan.state(cell) == "waiting" and run.path.exists() and any(run.path.iterdir()):
+        raise RunFolderError(
+            "the cell's folder holds something that is not the matrix's",
+            got=run.path,
+            remedy="Move it away, or choose another --out",
+        )
 
 
 def _prepare(plan: Plan, run: RunDir) -> bool:

@@ -61,6 +61,6 @@ def test_ctrl_c_reaches_the_cell_which_stops_after_its_step(tmp_path):
     while not (metrics.exists() and metrics.read_text().count("\n") > 2) and time.monotonic() < deadline:
         time.sleep(0.1)
     os.kill(process.pid, signal.SIGINT)
-    assert process.wait(timeout=60) == 0
+    assert process.wait(timeout=60) == 130
     assert Manifest(tmp_path / "out").cell("plain-s0")["state"] == "stopped"
     assert list((tmp_path / "out" / "portable" / "plain-s0" / "checkpoints").glob("*/portable.npz"))

@@ -8,7 +8,7 @@ import shutil
 import pytest
 from matrix_builders import ARMS, write_matrix
 
-from qerl.errors import ConfigError
+from qerl.errors import ConfigError, RunFolderError
 from qerl.experiments import runner
 from qerl.experiments.compare import compare_cells
 from qerl.experiments.folders import export_summaries, read_cells
@@ -241,6 +241,15 @@ def test_a_cell_that_was_killed_before_its_first_checkpoint_starts_anew(tmp_path
     plan = run_matrix(path, [], tmp_path / "out", ALONE, quiet)
     assert states(plan) == {"plain-s0": "finished"}
     assert [row["step"] for row in run.read_metrics()] == [0, 1, 2, 3]
+
+
+def test_a_folder_that_the_matrix_did_not_make_is_left_alone(tmp_path):
+    path = write_matrix(tmp_path, arms=[ARMS[0]])
+    (tmp_path / "out" / "plain-s0").mkdir(parents=True)
+    (tmp_path / "out" / "plain-s0" / "thesis.txt").write_text("years of work")
+    with pytest.raises(RunFolderError, match="not the matrix's"):
+        run_matrix(path, [], tmp_path / "out", ALONE, quiet)
+    assert (tmp_path / "out" / "plain-s0" / "thesis.txt").exists()
 
 
 def test_retrying_runs_a_failed_cell_once_more(tmp_path):
