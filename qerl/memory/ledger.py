@@ -13,7 +13,7 @@ adapter_copies    the adapters in the compute type, as the kernels read them, wh
 masters           full mode: float32 copies of weights that are narrower
 optimizer         AdamW moments, two a trained parameter: float32, or 8 bits with a float32 scale a block of 256
 kv_cache          keys and values, where they are kept between rollouts (a GPU, ``rollout.keep_cache``)
-workspace         on a GPU: cuBLAS, and what the NVFP4 kernels share: partial sums, and room for the largest weight dequantized
+workspace         on a GPU: cuBLAS, and room for the largest NVFP4 weight dequantized; again for captured steps of many rows
 ================  =====================================================================================
 
 Owners of a phase: ``kv_cache`` otherwise and ``noise`` (rollout), ``gradients`` (backward, optimizer: float32, one a trained parameter),
@@ -38,8 +38,8 @@ from qerl.model.spec import ModelSpec
 PHASES = ("load", "rollout", "logprobs", "backward", "optimizer")
 CUDA_WORKSPACE = 70_000_000
 """cuBLAS on Hopper: 32 MiB a handle, and 32 MiB of cuBLASLt."""
-KERNEL_WORKSPACE = 1 << 23
-"""Partial sums of the NVFP4 kernels (``kernels.fp4_linear.workspace``)."""
+DECODE_ROWS = 64
+"""Most rows for which the NVFP4 kernels read a packed weight as it is (``kernels.fp4_linear.decode``)."""
 LOGITS_HELD = 1
 """Float32 copies of the logits of a decode step that exist at once: the sampler reads them in place."""
 TILE_TOKENS, TILE_ROWS = 1024, 8192
@@ -118,7 +118,7 @@ def predict(config: Config, spec: ModelSpec, *, device_type: str) -> Ledger:
         "adapter_copies": itemsize * adapters if itemsize < 4 else 0,
         "masters": 4 * sum(tensors.get("weights", ())) if itemsize < 4 else 0,
         "optimizer": sum(shapes.moment_bytes(size, config.optim.name) for size in trained),
-        "workspace": _workspace(stored) if device_type == "cuda" else 0,
+        "workspace": _workspace(config, stored) if device_type == "cuda" else 0,
         **(kv_cache if kept else {}),
     }
     phases: dict[str, dict[str, int]] = {
@@ -146,10 +146,10 @@ def micro_batch_tokens(config: Config) -> int:
     return min(config.pass_tokens, groups * config.rollout.group_size * longest)
 
 
-def _workspace(stored: Sequence[StoredGroup]) -> int:
-    """The scratch is bfloat16, and as large as the largest weight it serves."""
-    tiled = [rows * columns for name, (rows, columns), _ in stored if name == "nvfp4"]
-    return CUDA_WORKSPACE + (KERNEL_WORKSPACE + 2 * max(tiled) if tiled else 0)
+def _workspace(config: Config, stored: Sequence[StoredGroup]) -> int:
+    """The scratch is bfloat16, and as large as the largest weight it serves. A captured step that needs it has one of its own."""
+    tiled = max((rows * columns for name, (rows, columns), _ in stored if name == "nvfp4"), default=0)
+    return CUDA_WORKSPACE + 2 * tiled * (2 if config.decode_slots > DECODE_ROWS else 1)
 
 
 def kv_bytes(config: Config, spec: ModelSpec, device_type: str) -> int:
