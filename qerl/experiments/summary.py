@@ -90,7 +90,7 @@ def run_summary(run: RunDir, facts: Mapping[str, Any]) -> dict[str, Any]:
         run: read only; the run may be unfinished.
         facts: what the matrix knows of the cell; for a run of its own it is its own arm.
     """
-    data = read_run(run.path)
+    data = read_run(run.path, samples=False)
     config = _without_paths(data.config)
     summary = data.summary
     devices = _devices(data)

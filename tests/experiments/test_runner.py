@@ -16,6 +16,7 @@ from qerl.experiments.manifest import Manifest
 from qerl.experiments.plan import open_plan, plan_lines
 from qerl.experiments.runner import Orders, run_matrix
 from qerl.experiments.table import markdown
+from qerl.metrics.behavior import read_behavior
 from qerl.metrics.run_dir import RunDir
 from qerl.train.run import train
 
@@ -68,6 +69,19 @@ def test_all_cells_take_their_entropies_on_one_probe_set(done):
     plan, _ = done
     first, second = (json.loads(plan.run(plan.cells[i]).probe_path.read_text()) for i in (0, 2))
     assert first == second == json.loads(RunDir(plan.out).probe_path.read_text())
+
+
+def test_arms_with_one_seed_see_the_same_prompts_in_the_same_order(done):
+    plan, _ = done
+    orders = [
+        [
+            row["prompt_id"]
+            for index in range(3)
+            for row in read_behavior(plan.run(plan.cells[i]).rollout_path(index), ["prompt_id"])
+        ]
+        for i in (0, 2)
+    ]
+    assert orders[0] == orders[1] and len(set(orders[0])) == 12
 
 
 def test_final_evaluations_are_made_where_they_make_sense(done):
