@@ -21,6 +21,7 @@ EOS_ID = 151645
 SHAPES: dict[str, dict[str, Any]] = {
     "0.5B": {"hidden_size": 896, "intermediate_size": 4864, "num_layers": 24, "heads": (14, 2), "tied": True},
     "1.5B": {"hidden_size": 1536, "intermediate_size": 8960, "num_layers": 28, "heads": (12, 2), "tied": True},
+    "3B": {"hidden_size": 2048, "intermediate_size": 11008, "num_layers": 36, "heads": (16, 2), "tied": True},
     "7B": {"hidden_size": 3584, "intermediate_size": 18944, "num_layers": 28, "heads": (28, 4), "tied": False},
     "14B": {"hidden_size": 5120, "intermediate_size": 13824, "num_layers": 48, "heads": (40, 8), "tied": False},
     "32B": {"hidden_size": 5120, "intermediate_size": 27648, "num_layers": 64, "heads": (40, 8), "tied": False},
@@ -35,7 +36,7 @@ def model_spec(size: str, *, layers: int | None = None) -> ModelSpec:
         {
             "architectures": ["Qwen2ForCausalLM"],
             "model_type": "qwen2",
-            "vocab_size": 151936 if size in ("0.5B", "1.5B") else 152064,
+            "vocab_size": 151936 if size in ("0.5B", "1.5B", "3B") else 152064,
             "hidden_size": shape["hidden_size"],
             "intermediate_size": shape["intermediate_size"],
             "num_hidden_layers": layers or shape["num_layers"],

@@ -25,6 +25,18 @@ def test_the_step_benchmark_runs_every_case_in_toy_shapes(tmp_path):
     assert rows["32B nvfp4 in 48 GB"]["rollout_after_training"]["answer_tokens"] >= 8
 
 
+def test_the_benchmark_of_linear_layers_checks_and_times_each_kernel(tmp_path):
+    command = [sys.executable, "-m", "qerl", "bench", "kernels", "--tiny", "--out", str(tmp_path / "kernels.json")]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    rows = json.loads((tmp_path / "kernels.json").read_text())["rows"]
+    assert [row["rows"] for row in rows] == [1, 5]
+    for row in rows:
+        times = [row[key] for key in ("reference base", "reference lora", "bf16 base", "bf16 lora")]
+        assert all(0 < entry["us_p20"] <= entry["us"] <= entry["us_p80"] for entry in times)
+        assert row["floor_us"] > 0
+
+
 def test_a_benchmark_that_does_not_exist_is_refused_with_the_nearest_name():
     result = CliRunner().invoke(app, ["bench", "stepp"])
     assert result.exit_code == 2

@@ -8,6 +8,7 @@ import torch
 from qerl.formats import PackedWeight, dequantize, get_format
 from qerl.kernels.fp4_linear import AdapterPart, decode, dense, fp4_linear, layout_gate, middle
 from qerl.kernels.fp4_linear.adapter import flatten
+from qerl.kernels.fp4_linear.workspace import workspace
 from qerl.model.lora import LoraGroup
 
 pytestmark = pytest.mark.gpu
@@ -239,10 +240,23 @@ def test_a_captured_graph_reads_adapters_updated_in_place(rows):
             assert error(y, expected) < LARGE_REGIME
 
 
-def test_the_gate_passes_the_kernels():
+@pytest.mark.parametrize("kernel", ["cuda", "hopper"])
+def test_the_gate_passes_the_kernels_in_every_regime(kernel):
     weight = weight_of((3584, 512, 512), 3584)
-    for tokens in (1, 8, 300):
-        layout_gate(FORMAT.for_device(weight), "m", dtype=torch.bfloat16, tokens=tokens)
+    layout_gate(FORMAT.for_device(weight), "m", dtype=torch.bfloat16, kernel=kernel)
+
+
+@pytest.mark.parametrize("rows", [8, 16, 32, 64])
+def test_a_weight_too_tall_for_one_round_is_right_in_all_of_them(rows):
+    """Gate and up of a 7B at 32 rows, and an LM head, are cut into rounds: blocks reuse the places of their partial sums."""
+    weight = weight_of((152064,), 896)
+    tiled = FORMAT.for_device(weight)
+    x = cuda(rows, 896, seed=2)
+    geometry = decode.find(workspace(x.device), rows, weight.shape, ())
+    assert rows < 16 or geometry.round_tiles * geometry.clusters < geometry.row_tiles
+    assert error(decode.product(x, tiled, None, (), (), ()), exact(x, weight)) < ONE_ROUNDING
+    logits = decode.product(x, tiled, None, (), (), (), dtype=torch.float32)
+    assert error(logits, exact(x, weight)) < 1e-6
 
 
 @pytest.mark.parametrize("name", ["mxfp4", "nf4", "fp8", "bf16"])

@@ -8,7 +8,7 @@ from qerl.config.schema import LoraConfig, QuantConfig
 from qerl.errors import ConfigError
 from qerl.formats import dequantize
 from qerl.model.checkpoint import adapter_hash
-from qerl.model.lora import initial_a
+from qerl.model.lora import LoraGroup, initial_a
 
 
 @pytest.fixture(scope="module")
@@ -99,3 +99,64 @@ def test_targets_that_match_nothing_are_refused(folder):
     unknown = LoraConfig.model_construct(rank=4, alpha=4.0, targets=("c_attn",), train_norms=True)
     with pytest.raises(ConfigError, match="c_attn"):
         load_tiny(folder, lora=unknown)
+
+
+def bfloat16_group() -> LoraGroup:
+    group = LoraGroup(["q", "k"], [(0, 6), (6, 10)], 8, rank=2, alpha=4, seed=0)
+    for index, b in enumerate(group.lora_b):
+        b.data.copy_(torch.randn(b.shape, generator=torch.Generator().manual_seed(index)))
+    return group
+
+
+def test_copies_keep_their_place_and_follow_their_masters():
+    """What a captured graph reads: the addresses never change, the values do."""
+    group = bfloat16_group()
+    with torch.no_grad():
+        before = [t for part in group.adapter_parts(torch.bfloat16) for t in (part.a_RI, part.b_OR)]
+        places = [t.data_ptr() for t in before]
+        group.lora_a.mul_(3.0)
+        group.lora_b[1].add_(1.0)
+        stale = before[0].clone()
+        group.refresh()
+        assert not torch.equal(before[0], stale)
+        after = [t for part in group.adapter_parts(torch.bfloat16) for t in (part.a_RI, part.b_OR)]
+    assert [t.data_ptr() for t in after] == places
+    assert torch.equal(after[0], group.lora_a.detach().bfloat16())
+    assert torch.equal(after[3], group.lora_b[1].detach().bfloat16())
+
+
+def test_an_update_that_torch_does_not_count_needs_a_forced_refresh():
+    group = bfloat16_group()
+    with torch.no_grad():
+        copy = group.adapter_parts(torch.bfloat16)[0].a_RI
+        group.lora_a.data.mul_(3.0)
+        group.refresh(force=True)
+    assert torch.equal(copy, group.lora_a.detach().bfloat16())
+
+
+def test_gradients_reach_the_masters_through_the_copies():
+    group = bfloat16_group()
+    parts = group.adapter_parts(torch.bfloat16)
+    assert parts[0].a_RI is parts[1].a_RI, "one stacked A, one product"
+    (parts[0].a_RI.float().square().sum() + 2 * parts[1].b_OR.float().sum()).backward()
+    assert group.lora_a.grad.dtype == torch.float32
+    torch.testing.assert_close(group.lora_a.grad, 2 * group.lora_a.detach(), rtol=2**-7, atol=0)
+    assert torch.equal(group.lora_b[1].grad, torch.full_like(group.lora_b[1], 2.0))
+    assert group.lora_b[0].grad is None
+
+
+def test_in_the_masters_own_type_there_is_no_copy():
+    group = bfloat16_group()
+    assert group.adapter_parts(torch.float32)[0].a_RI is group.lora_a
+
+
+def test_a_step_between_forward_and_backward_is_noticed():
+    """The backward pass would read adapters that were not those of the forward pass."""
+    group = bfloat16_group()
+    part = group.adapter_parts(torch.bfloat16)[0]
+    y = (torch.ones(3, 8, dtype=torch.bfloat16, requires_grad=True) @ part.a_RI.T).sum()
+    with torch.no_grad():
+        group.lora_a.mul_(2.0)
+    group.refresh()
+    with pytest.raises(RuntimeError, match="modified.*inplace"):
+        y.backward()

@@ -16,6 +16,9 @@ TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-5, torch.bfloat16: 4e-3, to
 """Largest |y - y_exact| / (|x| |w_row|) by compute type: one rounding of the output (up to 2^-8 of it in
 bfloat16) and, in a dense copy, one of every weight; in float32 the order of summation; in float64 the float32 rounding of s / G."""
 
+REGIMES = (8, 32, 100)
+"""Rows of x that lie in different regimes of the CUDA kernels; elsewhere there is one."""
+
 
 def layout_gate(
     weight: PackedWeight,
@@ -23,7 +26,7 @@ def layout_gate(
     *,
     dtype: torch.dtype = torch.float32,
     dense_OI: Tensor | None = None,
-    tokens: int = 8,
+    tokens: int | None = None,
     kernel: str = "auto",
 ) -> float:
     """Compare the chosen kernel with the explicitly dequantized product, in float64, on fixed normal inputs.
@@ -33,7 +36,7 @@ def layout_gate(
         name: the module, for the error.
         dtype: compute type of the activations.
         dense_OI: the dense copy that the kernel will be given, if any.
-        tokens: rows of the fixed input.
+        tokens: rows of the fixed input; None takes one number for each regime of the kernel's.
         kernel: implementation by name.
 
     Returns:
@@ -44,11 +47,16 @@ def layout_gate(
         KernelUnavailableError: `kernel` cannot run here.
     """
     device = weight.device
-    x_TI = fixed_input(tokens, weight.shape[1], dtype, device)
-    y_TO, _ = dispatch.load("fp4_linear", device, kernel).forward(x_TI, weight, None, (), (), (), dense_OI)
-    row, error = worst_row(y_TO, x_TI, dequantize(weight, torch.float64))
-    check_error(error, row, name, dispatch.resolve("fp4_linear", device, kernel), weight, dtype)
-    return error
+    module, chosen = dispatch.load("fp4_linear", device, kernel), dispatch.resolve("fp4_linear", device, kernel)
+    exact_OI = dequantize(weight, torch.float64)
+    largest = 0.0
+    for count in (REGIMES if device.type == "cuda" else REGIMES[:1]) if tokens is None else (tokens,):
+        x_TI = fixed_input(count, weight.shape[1], dtype, device)
+        y_TO, _ = module.forward(x_TI, weight, None, (), (), (), dense_OI)
+        row, error = worst_row(y_TO, x_TI, exact_OI)
+        check_error(error, row, name, chosen, weight, dtype)
+        largest = max(largest, error)
+    return largest
 
 
 def fixed_input(tokens: int, d_in: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -1,0 +1,339 @@
+"""Linear layers with adapters: packed against cuBLAS in bfloat16 and against bitsandbytes, beside the floor of memory and matrix units.
+
+    python benchmarks/kernels.py [--sizes 7B 32B] [--rows 1 8 64] [--ranks 32] [--kernels cuda] [--seconds 120] [--out results/kernels_linear.json]
+
+One row is one decoder layer (q k v fused, o, gate up fused, down; bias on q k v) with LoRA on all seven projections. Times are medians of
+20 replays of a captured graph that walks over several layers, so that no weight is in the cache, with the second and eighth
+decile. "separate" adapters are what a user of cuBLAS or bitsandbytes has: h = x A^T and y += scale * h B^T. Weights of a timed layer
+are random bytes (speed does not depend on the values); before any figure, every kernel is compared with float64 on quantized
+weights, and an error stops the run. Floors come from a copy and a matrix product in the same run. ``--tiny`` runs all of it on the
+CPU with toy shapes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from synthetic import SHAPES
+from torch import Tensor
+
+from qerl.formats import PackedWeight, dequantize, get_format, tiles
+from qerl.kernels.fp4_linear import AdapterPart, fp4_linear
+
+ROWS = (1, 8, 16, 32, 64, 128, 256, 512, 2048, 8192)
+CACHE_BYTES = 60e6
+LARGEST_ERROR = 3.5e-3
+# Base weights alone, milliseconds a layer, by rows of x: humming-kernels 0.1.19 on another H200, in a run of its own.
+EARLIER_HUMMING = {
+    "7B": {
+        1: 0.085,
+        8: 0.084,
+        16: 0.089,
+        32: 0.095,
+        64: 0.110,
+        128: 0.141,
+        256: 0.235,
+        512: 0.403,
+        2048: 1.49,
+        8192: 5.85,
+    },
+    "32B": {1: 0.127, 8: 0.128, 32: 0.178, 64: 0.187, 128: 0.244, 256: 0.463, 2048: 3.21},
+}
+TINY = {"hidden_size": 64, "intermediate_size": 96, "heads": (4, 2)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Linear:
+    """One fused projection of a layer."""
+
+    weight: PackedWeight
+    dense_OI: Tensor
+    bias_O: Tensor | None
+    parts: tuple[AdapterPart, ...]
+
+
+def projections(size: dict[str, Any]) -> list[tuple[tuple[int, ...], int]]:
+    """(rows of the fused parts, inputs) of the four products of a layer."""
+    hidden, inner = size["hidden_size"], size["intermediate_size"]
+    heads, kv_heads = size["heads"]
+    kv = hidden // heads * kv_heads
+    return [((hidden, kv, kv), hidden), ((hidden,), hidden), ((inner, inner), hidden), ((hidden,), inner)]
+
+
+def normal(*shape: int, scale: float, device: torch.device) -> Tensor:
+    return torch.randn(*shape, device=device).mul_(scale).bfloat16()
+
+
+def adapters(segments: Sequence[int], d_in: int, rank: int, device: torch.device) -> tuple[AdapterPart, ...]:
+    a_RI = normal(len(segments) * rank, d_in, scale=d_in**-0.5, device=device)
+    stops = [sum(segments[: index + 1]) for index in range(len(segments))]
+    return tuple(
+        AdapterPart(
+            start=stop - rows,
+            stop=stop,
+            a_RI=a_RI,
+            b_OR=normal(rows, rank, scale=0.05, device=device),
+            scale=1.0,
+            rank_start=index * rank,
+        )
+        for index, (rows, stop) in enumerate(zip(segments, stops, strict=True))
+    )
+
+
+def layer(size: dict[str, Any], rank: int, device: torch.device, *, real: bool) -> list[Linear]:
+    """The four products of a layer; `real` weights are quantized ones, others random bytes beside an unrelated dense weight."""
+    fmt = get_format("nvfp4")
+    found = []
+    for index, (segments, d_in) in enumerate(projections(size)):
+        shape = (sum(segments), d_in)
+        dense_OI = normal(*shape, scale=0.02, device=device)
+        if real or device.type == "cpu":
+            weight = fmt.for_device(fmt.quantize(dense_OI, segments=segments))
+        else:
+            data = torch.randint(0, 256, tiles.tile_shape(*shape), dtype=torch.uint8, device=device)
+            # Scales between 2^-3 and 2^2.
+            data[..., tiles.CODE_BYTES :] = 152 + data[..., tiles.CODE_BYTES :] % 40
+            tensors = {"tiles": data, "global_scale": torch.full((len(segments),), 2e4, device=device)}
+            weight = PackedWeight(format="nvfp4", shape=shape, tensors=tensors, segments=segments, order="tiles")
+        bias_O = normal(shape[0], scale=1.0, device=device) if index == 0 else None
+        parts = adapters(segments, d_in, rank, device) if rank else ()
+        found.append(Linear(weight=weight, dense_OI=dense_OI, bias_O=bias_O, parts=parts))
+    return found
+
+
+def separate(y_TO: Tensor, x_TI: Tensor, parts: Sequence[AdapterPart]) -> Tensor:
+    """Adapters after a product that does not know of them; y is changed."""
+    if parts:
+        h_TR = x_TI @ parts[0].a_RI.T
+        for part in parts:
+            ranks = slice(part.rank_start, part.rank_start + part.b_OR.shape[1])
+            y_TO[:, part.start : part.stop].addmm_(h_TR[:, ranks], part.b_OR.T, alpha=part.scale)
+    return y_TO
+
+
+def bfloat16(linear: Linear, x_TI: Tensor, parts: Sequence[AdapterPart]) -> Tensor:
+    return separate(torch.nn.functional.linear(x_TI, linear.dense_OI, linear.bias_O), x_TI, parts)
+
+
+def bitsandbytes_product(layers: Sequence[list[Linear]]) -> Callable[..., Tensor] | None:
+    """NF4 through bitsandbytes, if it is installed."""
+    if importlib.util.find_spec("bitsandbytes") is None or layers[0][0].dense_OI.device.type != "cuda":
+        return None
+    import bitsandbytes
+
+    stored = {
+        id(linear): bitsandbytes.functional.quantize_4bit(linear.dense_OI, quant_type="nf4")
+        for linears in layers
+        for linear in linears
+    }
+
+    def product(linear: Linear, x_TI: Tensor, parts: Sequence[AdapterPart]) -> Tensor:
+        codes, state = stored[id(linear)]
+        y_TO = bitsandbytes.matmul_4bit(x_TI, codes.t(), quant_state=state, bias=linear.bias_O)
+        return separate(y_TO, x_TI, parts)
+
+    return product
+
+
+def packed(kernel: str) -> Callable[..., Tensor]:
+    def product(linear: Linear, x_TI: Tensor, parts: Sequence[AdapterPart]) -> Tensor:
+        return fp4_linear(x_TI, linear.weight, linear.bias_O, parts, kernel=kernel)
+
+    return product
+
+
+class Bench:
+    """Measures and keeps the rows."""
+
+    def __init__(self, device: torch.device, seconds: float, kernels: Sequence[str]):
+        self.device = device
+        self.until = time.monotonic() + seconds
+        self.kernels = kernels
+        self.rows: list[dict[str, Any]] = []
+        self.copy_rate, self.matrix_rate = self._rates()
+
+    def check(self, name: str, size: dict[str, Any], rank: int, tokens: Sequence[int]) -> None:
+        """Every kernel against float64 on quantized weights of this size."""
+        for linear in layer(size, rank, self.device, real=True):
+            exact_OI = dequantize(linear.weight, torch.float64)
+            for count in sorted({min(count, 256) for count in tokens}):
+                x_TI = normal(count, linear.weight.shape[1], scale=1.0, device=self.device)
+                reference = x_TI.double() @ exact_OI.T
+                if linear.bias_O is not None:
+                    reference += linear.bias_O.double()
+                for part in linear.parts:
+                    a = part.a_RI[part.rank_start : part.rank_start + rank].double()
+                    h_TR = (x_TI.double() @ a.T).bfloat16().double()
+                    reference[:, part.start : part.stop] += part.scale * h_TR @ part.b_OR.double().T
+                for kernel in self.kernels:
+                    with torch.no_grad():
+                        y_TO = packed(kernel)(linear, x_TI, linear.parts).double()
+                    error = float((y_TO - reference).norm() / reference.norm())
+                    shape = list(linear.weight.shape)
+                    assert error < LARGEST_ERROR, f"{name} {shape}, {count} rows, kernel {kernel}: error {error:.2e}"
+
+    def run(self, name: str, size: dict[str, Any], rank: int, tokens: Sequence[int]) -> None:
+        """All rows of one size and rank."""
+        packed_bytes = sum(sum(rows) * d_in * 0.5625 for rows, d_in in projections(size))
+        copies = max(2, int(3 * CACHE_BYTES // packed_bytes) + 1) if self.device.type == "cuda" else 1
+        layers = [layer(size, rank, self.device, real=False) for _ in range(copies)]
+        methods: dict[str, Callable[..., Tensor]] = {kernel: packed(kernel) for kernel in self.kernels}
+        methods["bf16"] = bfloat16
+        other = bitsandbytes_product(layers)
+        if other is not None:
+            methods["bitsandbytes nf4"] = other
+        for count in tokens:
+            if time.monotonic() > self.until:
+                print(f"{name} rank {rank}: the time is over before {count} rows", flush=True)
+                return
+            self._row(name, size, rank, count, layers, methods)
+
+    def _row(
+        self,
+        name: str,
+        size: dict[str, Any],
+        rank: int,
+        count: int,
+        layers: Sequence[list[Linear]],
+        methods: dict[str, Callable[..., Tensor]],
+    ) -> None:
+        inputs = {
+            linear.weight.shape[1]: normal(count, linear.weight.shape[1], scale=1.0, device=self.device)
+            for linear in layers[0]
+        }
+        floor = 1e6 * sum(self._floor(rows, d_in, rank, count) for rows, d_in in projections(size))
+        row: dict[str, Any] = {"size": name, "rank": rank, "rows": count, "floor_us": floor, "copies": len(layers)}
+        for method, product in methods.items():
+            for label, with_adapters in (("base", False), ("lora", True)):
+                if with_adapters and not rank:
+                    continue
+
+                def walk(product: Callable[..., Tensor] = product, with_adapters: bool = with_adapters) -> None:
+                    for linears in layers:
+                        for linear in linears:
+                            product(linear, inputs[linear.weight.shape[1]], linear.parts if with_adapters else ())
+
+                times = self._times(walk, len(layers))
+                row[f"{method} {label}"] = dict(zip(("us", "us_p20", "us_p80"), times, strict=True))
+        earlier = EARLIER_HUMMING.get(name, {}).get(count)
+        if earlier is not None:
+            row["humming base, earlier run"] = {"us": 1e3 * earlier}
+        self.rows.append(row)
+        self._print(row)
+
+    def _print(self, row: dict[str, Any]) -> None:
+        label = "lora" if row["rank"] else "base"
+        ours = row[f"{self.kernels[0]} {label}"]["us"]
+        cells = [f"{row['size']:>5} r{row['rank']:<3} M {row['rows']:<5} floor {row['floor_us']:8.1f} us"]
+        for key, value in row.items():
+            if isinstance(value, dict):
+                cells.append(f"{key} {value['us']:.1f}")
+        cells.append(f"| {row['floor_us'] / ours:.0%} of the floor, {row[f'bf16 {label}']['us'] / ours:.2f}x bf16")
+        print("  ".join(cells), flush=True)
+
+    def _floor(self, rows: Sequence[int], d_in: int, rank: int, count: int) -> float:
+        """Seconds: everything read or written once, or all multiplications, whichever takes longer."""
+        d_out = sum(rows)
+        moved = d_out * d_in * 0.5625 + 2 * count * (d_in + d_out) + 2 * rank * (len(rows) * d_in + d_out)
+        products = 2.0 * count * (d_out * d_in + rank * (len(rows) * d_in + d_out))
+        return max(moved / self.copy_rate, products / self.matrix_rate)
+
+    def _times(self, run: Callable[[], None], calls: int) -> list[float]:
+        """Microseconds a call: median, second and eighth decile."""
+        if self.device.type == "cpu":
+            return _deciles([_seconds(run) * 1e6 / calls for _ in range(5)])
+        # A graph's own start, a few microseconds, is spread over many launches.
+        repeats = max(1, 16 // calls)
+        stream = torch.cuda.Stream()
+        with torch.no_grad(), torch.cuda.stream(stream):
+            run()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=stream):
+                for _ in range(repeats):
+                    run()
+        times = []
+        for _ in range(22):
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times.append(1e3 * begin.elapsed_time(end) / (calls * repeats))
+        return _deciles(times[2:])
+
+    def _rates(self) -> tuple[float, float]:
+        """(bytes a second of a copy, operations a second of a bfloat16 matrix product)."""
+        on_cuda = self.device.type == "cuda"
+        source = torch.empty(1 << (30 if on_cuda else 20), dtype=torch.uint8, device=self.device).random_()
+        target = torch.empty_like(source)
+        width = 8192 if on_cuda else 64
+        a, b = (normal(width, width, scale=1.0, device=self.device) for _ in range(2))
+        rates = []
+        for work, run in ((2.0 * source.numel(), lambda: target.copy_(source)), (2.0 * width**3, lambda: a @ b)):
+            for _ in range(3):
+                run()
+            rates.append(work / statistics.median(_seconds(run) for _ in range(10)))
+        return rates[0], rates[1]
+
+
+def _seconds(run: Callable[[], Any]) -> float:
+    """Host clock, device waited for."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    run()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def _deciles(times: list[float]) -> list[float]:
+    tenths = statistics.quantiles(times, n=10)
+    return [statistics.median(times), tenths[1], tenths[7]]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", nargs="+", default=["7B", "32B", "14B", "3B", "0.5B"], choices=[*SHAPES, "tiny"])
+    parser.add_argument("--rows", nargs="+", type=int, default=list(ROWS))
+    parser.add_argument("--ranks", nargs="+", type=int, default=[32])
+    parser.add_argument("--kernels", nargs="+", default=["cuda"], help="implementations of fp4_linear")
+    parser.add_argument("--seconds", type=float, default=240.0)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--tiny", action="store_true")
+    arguments = parser.parse_args()
+    if arguments.tiny:
+        arguments.sizes, arguments.rows, arguments.kernels = ["tiny"], [1, 5], ["reference"]
+    torch.manual_seed(0)
+    bench = Bench(torch.device("cpu" if arguments.tiny else "cuda"), arguments.seconds, arguments.kernels)
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+    facts = {
+        "device": "cpu" if arguments.tiny else torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "commit": commit or None,
+        "kernels": arguments.kernels,
+        "copy_bytes_per_second": bench.copy_rate,
+        "matrix_flops_per_second": bench.matrix_rate,
+    }
+    print(json.dumps(facts), flush=True)
+    for name in arguments.sizes:
+        size = SHAPES.get(name, TINY)
+        for rank in arguments.ranks:
+            bench.check(name, size, rank, arguments.rows)
+            bench.run(name, size, rank, arguments.rows)
+            if arguments.out:
+                arguments.out.write_text(json.dumps(facts | {"rows": bench.rows}, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
