@@ -104,7 +104,13 @@ def reopen(config: Config, run: RunDir) -> Trained:
     if is_portable(folder):
         expand_portable(folder)
     state = read_state(folder)
-    session = open_session(config, adapter=folder)
+    if config.train.mode == "full":
+        # A checkpoint of full mode is a whole model.
+        session = open_session(
+            config.model_copy(update={"model": config.model.model_copy(update={"path": str(folder)})})
+        )
+    else:
+        session = open_session(config, adapter=folder)
     train_prompts, _, _ = load_prompts(config, session.tokenizer, config.data.train, "train", None, training=True)
     eval_prompts, _, _ = load_prompts(config, session.tokenizer, config.data.eval, "test", config.data.eval_limit)
     return Trained(

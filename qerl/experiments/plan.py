@@ -228,9 +228,11 @@ def plan_lines(plan: Plan) -> list[str]:
         lines.append("trials an arm: " + ", ".join(f"{name} {count}" for name, count in trials.items()))
     lines.append(f"target {matrix.target.accuracy:.1%}" + _budget(matrix))
     for row in detectable(matrix):
-        size = "no interval from one seed" if row["difference"] is None else f"{100 * row['difference']:.1f} points"
+        size = (
+            "none, one seed has no interval" if row["difference"] is None else f"{100 * row['difference']:.1f} points"
+        )
         lines.append(
-            f"{row['second']} against {row['first']}: smallest detectable difference {size} "
+            f"{row['second']} against {row['first']}: smallest detectable difference: {size} "
             f"(seeds {row['seeds'][0]} and {row['seeds'][1]}, sd {100 * matrix.detect.sd:g} points {matrix.detect.source}, "
             f"level {matrix.detect.alpha:g}, power {matrix.detect.power:g})"
         )

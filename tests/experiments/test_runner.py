@@ -148,7 +148,7 @@ def test_a_changed_matrix_does_not_mix_with_what_has_run(done):
 
 def test_a_plan_is_listed_with_its_problems_and_what_it_can_detect(done):
     text = "\n".join(plan_lines(done[0]))
-    assert "no interval from one seed" in text and "INVALID" in text and "target 99.0%" in text
+    assert "one seed has no interval" in text and "INVALID" in text and "target 99.0%" in text
 
 
 def test_orders_that_name_no_cell_are_refused(done):
@@ -245,6 +245,30 @@ def test_a_trained_cell_without_its_final_evaluations_gets_them_later(tmp_path, 
     second = run_matrix(path, [], tmp_path / "there", ALONE, quiet)
     assert states(second) == {"noisy-s0": "finished"}
     assert RunDir(tmp_path / "there" / "noisy-s0").read_json("final.json")["noisy"]["count"] == 8
+
+
+def test_all_weights_can_be_an_arm_whose_model_is_evaluated_later(tmp_path, monkeypatch):
+    changes = {"quant.format": "bf16", "aqn.enabled": False, "train.mode": "full", "lora.rank": 32}
+    path = write_matrix(
+        tmp_path,
+        arms=[{"name": "full", "set": changes}],
+        set={"train.steps": 1},
+        final=[{"name": "again"}],
+    )
+    monkeypatch.setattr(runner, "evaluate_trained", lambda trained, specs, time_for: False)
+    first = run_matrix(path, [], tmp_path / "out", ALONE, quiet)
+    monkeypatch.undo()
+    assert states(first) == {"full-s0": "trained"}
+    assert not (tmp_path / "out" / "portable" / "full-s0" / "checkpoints").exists()
+    second = run_matrix(path, [], tmp_path / "out", ALONE, quiet)
+    assert states(second) == {"full-s0": "finished"}
+    run = second.run(second.cells[0])
+    # The same greedy evaluation of the same weights.
+    assert (
+        run.read_json("final.json")["again"]["accuracy"]
+        == run.read_json("summary.json")["evaluation"]["after"]["accuracy"]
+    )
+    assert [r["answers"] for r in run.read_final_evaluation("again")] == [r["answers"] for r in run.read_evaluation(1)]
 
 
 def test_a_cell_that_was_killed_before_its_first_checkpoint_starts_anew(tmp_path):
