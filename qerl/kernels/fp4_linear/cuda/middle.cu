@@ -227,6 +227,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) middle(const __g
     step(index, a[0], a[1]);
     if (index + 1 < steps) step(index + 1, a[1], a[0]);
   }
+  // Nothing that reads the sums may move in front of the wait.
+#pragma unroll
+  for (int i = 0; i < TOKENS / 2; ++i) asm volatile("" : "+f"(d[i])::"memory");
 
   const int g = lane >> 2, t = lane & 3, row = 16 * row_tile + g;
   const int first_column = rank * MINE;
