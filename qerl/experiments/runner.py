@@ -177,7 +177,8 @@ def run_cell(plan: Plan, cell: Cell, deadline: Deadline, *, own_process: bool) -
 
 
 def _train_and_evaluate(plan: Plan, cell: Cell, run: RunDir, deadline: Deadline) -> Any:
-    config, specs = cell.config, plan.matrix.final
+    # Trials are judged by their evaluation after training alone.
+    config, specs = cell.config, () if cell.phase == "tune" else plan.matrix.final
     assert config is not None
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()

@@ -331,6 +331,7 @@ def test_best_recipe_chooses_and_trains_the_choice(tmp_path):
         axes={"optim.lr": [1e30, 1e-3]},
         tuning={"seeds": [7], "set": {"train.steps": 2}},
         set={"train.steps": 2},
+        final=[{"name": "again"}],
     )
     plan = run_matrix(path, [], tmp_path / "out", ALONE, quiet)
     assert states(plan) == {
@@ -341,6 +342,8 @@ def test_best_recipe_chooses_and_trains_the_choice(tmp_path):
         "plain-final-s0": "finished",
         "hot-final-s0": "failed",
     }
+    with_final = [cell.name for cell in plan.cells if plan.run(cell).final_path.exists()]
+    assert with_final == ["plain-final-s0"]
     choices = plan.manifest.read()["choices"]
     assert choices["plain"]["axes"] == {"optim.lr": 1e-3}
     assert (choices["plain"]["trials"], choices["plain"]["failed"]) == (2, 1)
