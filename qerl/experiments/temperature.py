@@ -96,7 +96,7 @@ def initial_entropy(config: Config, out: RunDir, *, draws: int) -> float:
     with _probe(config, out) as (session, batches):
         noises = _first_draws(config, session, draws)
         values = [
-            _entropy(session, batches, [answer_hidden(session.model, b, noise) for b in batches], config, None)
+            _entropy(session, [answer_hidden(session.model, b, noise) for b in batches], config.rollout.temperature)
             for noise in noises
         ]
     return sum(values) / len(values)
@@ -117,7 +117,7 @@ def find_temperature(config: Config, out: RunDir, target: float, match: MatchCon
     with _probe(config, out) as (session, batches), torch.no_grad():
         hidden = [answer_hidden(session.model, batch, None) for batch in batches]
         return match_temperature(
-            lambda temperature: _entropy(session, batches, hidden, config, temperature),
+            lambda temperature: _entropy(session, hidden, temperature),
             target,
             own=config.rollout.temperature,
             match=match,
@@ -152,15 +152,11 @@ def _first_draws(config: Config, session: Session, draws: int) -> list[Noise | N
     return [replace(drawn, rollout=draw).materialize(session.model) for draw in range(draws)]
 
 
-def _entropy(
-    session: Session, batches: Sequence[TrainBatch], hidden: Sequence[Tensor], config: Config, temperature: float | None
-) -> float:
-    """Mean entropy over all answer tokens, nats, of hidden states [N, D] a batch."""
-    divisor = config.rollout.temperature if temperature is None else temperature
+def _entropy(session: Session, hidden: Sequence[Tensor], temperature: float) -> float:
+    """Mean entropy of softmax(logits / temperature) over all answer tokens, nats, of hidden states [N, D] a batch."""
     parts = [
-        entropy(torch.log_softmax(logits_CV / divisor, dim=-1))
+        entropy(torch.log_softmax(logits_CV / temperature, dim=-1))
         for hidden_ND in hidden
         for (logits_CV,) in logit_chunks(session.model, [hidden_ND])
     ]
-    assert len(hidden) == len(batches)
     return float(torch.cat(parts).mean())

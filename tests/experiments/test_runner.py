@@ -309,6 +309,10 @@ def test_temperature_is_matched_on_the_probe_set_before_training(tmp_path):
     again = open_plan(path, [], tmp_path / "out")
     assert [cell.config.rollout.temperature for cell in again.cells] == [1.0, 1.0, found["temperature"]] * 2
     assert set(states(again).values()) == {"waiting"}
+    # The diagnostics of an arm like it, at its own temperature on the same probe set, find the same entropy.
+    done = run_matrix(path, ["train.steps=1"], tmp_path / "out", Orders(one_process=True, only=("plain-s0",)), quiet)
+    measured = done.run(done.cells[0]).read_metrics()[1]["probe/entropy_tempered/by_token"]
+    assert measured == pytest.approx(found["at_own"], rel=1e-6)
 
 
 def test_no_temperature_fails_the_arm_and_not_the_matrix(tmp_path):
