@@ -8,11 +8,13 @@ rank 32 on all seven projections with B not zero. A step is timed as the engine 
 decode rounds of a call over their steps, median of several calls. Kernel times come from a profile of replayed steps in the middle
 of the answer. The floor of a step is the sum over linear layers, head, adapters and cache of the larger of bytes / 4.28 TB/s and
 operations / 790 TFLOP/s. ``--realistic``: 64 prompts x 8 answers, 256 tokens in, lengths from a long-tailed distribution up to 2048.
+``--tiny`` runs all of it on the CPU with toy shapes, and without profile.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import gc
 import json
 import math
@@ -35,6 +37,7 @@ from qerl.kernels import philox  # noqa: E402
 from qerl.metrics.files import to_json, whole_file  # noqa: E402
 from qerl.model.aqn import NoiseState  # noqa: E402
 from qerl.model.decoder import Decoder  # noqa: E402
+from qerl.model.spec import ModelSpec  # noqa: E402
 from qerl.records import Prompt, SamplingSpec  # noqa: E402
 from qerl.rollout.engine import Engine  # noqa: E402
 
@@ -59,10 +62,25 @@ CLASSES = (
 )
 
 
-def make_prompts(count: int, length: int) -> list[Prompt]:
+def tiny(spec: ModelSpec) -> ModelSpec:
+    """The same architecture in toy shapes."""
+    return dataclasses.replace(
+        spec,
+        vocab_size=320,
+        hidden_size=64,
+        intermediate_size=96,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        max_positions=256,
+    )
+
+
+def make_prompts(count: int, length: int, vocabulary: int = 150_000) -> list[Prompt]:
     """Prompts of random tokens."""
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, 150_000, (count, length), generator=generator).tolist()
+    ids = torch.randint(0, vocabulary, (count, length), generator=generator).tolist()
     return [Prompt(id=str(i), question="", answer="", text="", token_ids=tuple(row)) for i, row in enumerate(ids)]
 
 
@@ -83,10 +101,12 @@ def floor_ms(model: Decoder, sequences: int, context: float) -> float:
 
 
 def profile(engine: Engine, rows: int, replays: int = 4) -> dict[str, Any]:
-    """Microseconds of device time a step by class of kernel, the kernels of a step, and the slowest of them."""
+    """Microseconds of device time a step by class of kernel, the kernels of a step, and the slowest of them; nothing without
+    captured steps."""
     workspace = engine._workspace
-    assert workspace is not None and workspace.graphs is not None and workspace.layout.buckets is not None
-    bucket = next(bucket for bucket in workspace.layout.buckets if bucket >= rows)
+    if workspace is None or workspace.graphs is None:
+        return {}
+    bucket = workspace.step_rows(rows)
     workspace.state.cursor_1.zero_()
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as recorded:
@@ -117,10 +137,12 @@ def steps(
     model: Decoder, noise: Any, sequences: int, *, calls: int, prompt: int = 16, new: int = 192
 ) -> dict[str, Any]:
     """One cell of the table."""
-    torch.cuda.reset_peak_memory_stats()
+    cuda = model.device.type == "cuda"
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
     engine = Engine(model, StubTokenizer(NO_EOS), max_num_seqs=sequences)  # type: ignore[arg-type]
     group = math.gcd(sequences, 8)
-    prompts = make_prompts(sequences // group, prompt)
+    prompts = make_prompts(sequences // group, prompt, model.spec.vocab_size)
     times, first = [], {}
     for call in range(calls + 1):
         sampling = SamplingSpec(max_new_tokens=new if call else 17, seed=call)
@@ -137,7 +159,7 @@ def steps(
         "tokens_per_second": 1e3 * sequences / ms,
         "floor_ms": floor,
         "of_floor": floor / ms,
-        "peak_gb": torch.cuda.max_memory_allocated() / 1e9,
+        "peak_gb": torch.cuda.max_memory_allocated() / 1e9 if cuda else None,
         "first_call_graph_seconds": first["graph_seconds"],
         **profile(engine, sequences),
     }
@@ -148,13 +170,14 @@ def steps(
 def realistic(model: Decoder, noise: Any) -> dict[str, Any]:
     """64 prompts x 8 answers of lengths from a log-normal distribution (median 300, a tenth above 900) up to 2048."""
     engine = Engine(model, StubTokenizer(NO_EOS), max_num_seqs=512)  # type: ignore[arg-type]
-    normal = philox.normal(0, "benchmark/lengths", 512)
-    lengths = (300 * (0.85 * normal).exp()).clamp(1, 2048).long().tolist()
-    prompts, results = make_prompts(64, 256), []
+    count, prompt, longest = (64, 256, 2048) if model.spec.max_positions > 2304 else (3, 20, 100)
+    normal = philox.normal(0, "benchmark/lengths", 8 * count)
+    lengths = (0.15 * longest * (0.85 * normal).exp()).clamp(1, longest).long().tolist()
+    prompts, results = make_prompts(count, prompt, model.spec.vocab_size), []
     for seed in range(2):
         # Lengths are imposed through the limit of each row, so that random weights do not decide them.
         _, stats = engine.generate(
-            prompts, SamplingSpec(max_new_tokens=2048, seed=seed), group_size=8, noise=noise, limits=lengths
+            prompts, SamplingSpec(max_new_tokens=longest, seed=seed), group_size=8, noise=noise, limits=lengths
         )
         results.append(stats)
     return {"mean_length": statistics.mean(lengths), "longest": max(lengths), "first": results[0], "second": results[1]}
@@ -184,7 +207,7 @@ def show(cell: dict[str, Any], started: float) -> None:
     print(
         f"[{time.perf_counter() - started:5.1f} s] {cell['size']} {cell['format']:6} {cell['noise']:8} "
         f"{cell['sequences']:4} sequences {cell['ms_per_step']:7.3f} ms ({100 * cell['of_floor']:3.0f} % of the floor) "
-        f"{cell['tokens_per_second']:8.0f} tokens/s  {cell['kernels']} kernels  {cell['us_by_class']}",
+        f"{cell['tokens_per_second']:8.0f} tokens/s  {cell.get('kernels', '')} {cell.get('us_by_class', '')}",
         flush=True,
     )
 
@@ -202,6 +225,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=math.inf, help="start no cell after so many seconds")
     parser.add_argument("--realistic", action="store_true")
     parser.add_argument("--dense", action="store_true", help="keep dequantized copies (quant.dense_cache=on)")
+    parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--model", help="a real model's folder, instead of random weights")
     parser.add_argument("--data", default="gsm8k")
     parser.add_argument("settings", nargs="*", metavar="key=value", help="settings of --model")
@@ -228,7 +252,13 @@ def main() -> None:
         return
     for format in arguments.formats.split(","):
         spec = model_spec(arguments.size)
-        model = random_model(spec, format=format, rank=arguments.rank, dense_cache=arguments.dense)
+        model = random_model(
+            tiny(spec) if arguments.tiny else spec,
+            format=format,
+            rank=arguments.rank,
+            dense_cache=arguments.dense,
+            device="cpu" if arguments.tiny else "cuda",
+        )
         for scope in arguments.noise.split(","):
             noise = None
             if scope != "off":
@@ -243,7 +273,8 @@ def main() -> None:
                 add({**head, "realistic": realistic(model, noise)})
         del model
         gc.collect()
-        torch.cuda.empty_cache()
+        if not arguments.tiny:
+            torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":

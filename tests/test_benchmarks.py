@@ -37,6 +37,39 @@ def test_the_benchmark_of_linear_layers_checks_and_times_each_kernel(tmp_path):
         assert row["floor_us"] > 0
 
 
+def test_the_rollout_benchmark_runs_in_toy_shapes(tmp_path):
+    out = tmp_path / "rollout.json"
+    options = [
+        "--tiny",
+        "--formats",
+        "nvfp4,bf16",
+        "--noise",
+        "response",
+        "--sequences",
+        "3",
+        "--calls",
+        "2",
+        "--realistic",
+    ]
+    command = [sys.executable, "-m", "qerl", "bench", "rollout", *options, "--out", str(out)]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    content = json.loads(out.read_text())
+    timed = [cell for cell in content["cells"] if "ms_per_step" in cell]
+    assert [(cell["format"], cell["noise"], cell["sequences"]) for cell in timed] == [
+        (format, noise, sequences)
+        for format in ("nvfp4", "bf16")
+        for noise in ("off", "response")
+        for sequences in (1, 3)
+    ]
+    assert all(0 < cell["of_floor"] < 1 for cell in timed)
+    assert all(cell["ms_min_max"][0] <= cell["ms_per_step"] <= cell["ms_min_max"][1] for cell in timed)
+    realistic = [cell["realistic"] for cell in content["cells"] if "realistic" in cell]
+    assert len(realistic) == 2
+    assert realistic[0]["longest"] > 2 * realistic[0]["mean_length"]
+    assert "an earlier run" in content["anchors"]["source"]
+
+
 def test_a_benchmark_that_does_not_exist_is_refused_with_the_nearest_name():
     result = CliRunner().invoke(app, ["bench", "stepp"])
     assert result.exit_code == 2

@@ -129,6 +129,8 @@ class RolloutConfig(Section):
     """Sequences decoded at once; `auto`: all of a rollout up to 256."""
     kv_cache_gb: Annotated[float, Field(gt=0)] | Literal["auto"] = "auto"
     """Most memory of keys and values on a GPU, in GB. Where it is less than all sequences need at their longest, some wait. `auto`: what they need, or what the memory budget leaves."""
+    static_shapes: bool = False
+    """An answer has the same bits alone, in any batch and in any order: each decode step has max_num_seqs rows, each prompt a pass of its own. Slower."""
     keep_cache: Literal["auto", "on", "off"] = "auto"
     """On a GPU, keep that memory and the captured decode steps while training; `off` makes them anew for every rollout. `auto`: kept if the plan fits so."""
 

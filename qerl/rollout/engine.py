@@ -62,6 +62,8 @@ class Engine:
             at once, where the memory for it suffices, and not again when a later call needs more than the first.
         kv_bytes: most bytes of paged keys and values. When not given: half of the free memory on CUDA, no bound on the CPU.
         graphs: decode steps are captured; by default on CUDA, and only there.
+        static_shapes: an answer has the same bits alone, in any batch and in any order: every step has ``max_num_seqs`` rows, every
+            prompt is a pass of its own, nothing is preempted, and the cache is paged. Slower.
 
     Raises:
         ConfigError: a limit below 1, a max_model_len beyond the model's, or graphs on the CPU.
@@ -83,6 +85,7 @@ class Engine:
         expected_tokens: int = 0,
         kv_bytes: int | None = None,
         graphs: bool | None = None,
+        static_shapes: bool = False,
     ):
         limit = model.spec.max_positions
         for name, value in (("max_num_seqs", max_num_seqs), ("prefill_tokens", prefill_tokens), ("window", window)):
@@ -102,7 +105,8 @@ class Engine:
         self.device = torch.device(device) if device is not None else model.device
         cuda = self.device.type == "cuda"
         self.window = window or (CUDA_WINDOW if cuda else 1)
-        self.paged = cuda if paged is None else paged
+        self.static_shapes = static_shapes
+        self.paged = static_shapes or (cuda if paged is None else paged)
         self.expected_tokens = expected_tokens
         self.kv_bytes = kv_bytes
         self.graphs = cuda if graphs is None else graphs
@@ -110,6 +114,8 @@ class Engine:
             raise ConfigError("decode steps can be captured on CUDA with a paged cache only", got=str(self.device))
         self.buckets = _buckets(max_num_seqs) if self.graphs else None
         """Row counts that a decode step may have; None: as many as run."""
+        if static_shapes:
+            self.prefill_tokens, self.buckets = 1, (max_num_seqs,)
         self._workspace: Workspace | None = None
 
     @torch.no_grad()
@@ -178,8 +184,13 @@ class Engine:
             for index in range(len(prompts) * group_size)
         ]
         rows = min(self.max_num_seqs, len(sequences))
+        longest_prompt = max(sequence.prompt_length for sequence in sequences)
+        workspace = self._workspace_for(rows, longest_prompt, sampling.max_new_tokens)
+        if self.static_shapes:
+            # As many as have room at their longest: what is preempted would be computed again in other shapes.
+            rows = min(rows, workspace.full_rows(longest_prompt + sampling.max_new_tokens - 1))
         call = Call(
-            self._workspace_for(rows, max(sequence.prompt_length for sequence in sequences), sampling.max_new_tokens),
+            workspace,
             prompts,
             sequences,
             sampling,
@@ -245,6 +256,7 @@ class Engine:
             window=self.window,
             buckets=self.buckets,
             graphs=self.graphs,
+            whole_table=self.static_shapes,
         )
         self._workspace = Workspace(self.model, self.tokenizer.eos_ids, layout, self.device)
         return self._workspace

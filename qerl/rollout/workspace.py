@@ -44,6 +44,8 @@ class Layout:
     """Ascending numbers of rows that a step may have, the last at least R; None: as many as run."""
     graphs: bool
     """Steps are captured."""
+    whole_table: bool = False
+    """Without graphs too, a step looks at all N columns of the table: its shapes never change."""
 
 
 class Workspace:
@@ -124,6 +126,10 @@ class Workspace:
         self.table_RN[:stop].copy_(torch.from_numpy(self._lines_RN[:stop]))
         book.changed.clear()
 
+    def full_rows(self, tokens: int) -> int:
+        """Rows of so many tokens that the pages hold without any being shared; at least 1."""
+        return max(1, (self.layout.pages - 2) // (-(-tokens // self.layout.page_tokens) + 1))
+
     def step_rows(self, running: int) -> int:
         """Rows of a step over the first ``running`` ones: the next bucket."""
         if self.layout.buckets is None:
@@ -153,11 +159,12 @@ class Workspace:
         samples = None
         if self._by_sample:
             samples = SampleRows(keys_S=state.sample_key_R[:rows], prompt_lengths_S=state.prompt_length_R[:rows])
+        columns = None if self.graphs is not None or self.layout.whole_table else longest // self.cache.page_tokens + 1
         context = DecodeContext(
             self.cache,
             state.length_R[:rows],
             samples,
-            table_BN=None if table_RN is None else table_RN[:rows],
+            table_BN=None if table_RN is None else table_RN[:rows, :columns],
             longest=longest if self.graphs is None else None,
         )
         hidden_BD = self.model(state.last_token_R[:rows], context, noise=self.noise, adapters=self._adapters)

@@ -1,6 +1,7 @@
 """What the engine does with memory must not show in the answers: pages, preemption, padded steps, and how often the host looks."""
 
 import pytest
+import torch
 from rollout_builders import load_tiny, make_prompts
 
 from qerl.errors import ConfigError
@@ -178,6 +179,26 @@ def test_answers_may_have_limits_of_their_own(model, tokenizer, settings):
         assert one.stop_reason == (other.stop_reason if len(other.token_ids) <= limit else "length")
     with pytest.raises(ConfigError, match="limits of the answers"):
         engine.generate(prompts, SPEC, group_size=GROUP, limits=[*limits[1:], 19])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scope", [None, "rollout", "response", "token"])
+def test_with_static_shapes_an_answer_has_the_same_bits_alone_and_in_any_batch(qwen2_folder, tokenizer, dtype, scope):
+    model = load_tiny(qwen2_folder, dtype=dtype)
+    noise = None if scope is None else make_noise(model, scope)
+    prompts = make_prompts(RAGGED)
+
+    def generate_static(prompts, kv_bytes=None, **arguments):
+        engine = Engine(model, tokenizer, max_num_seqs=8, static_shapes=True, kv_bytes=kv_bytes)
+        return engine.generate(prompts, SPEC, noise=noise, **arguments)
+
+    together, _ = generate_static(prompts, group_size=GROUP)
+    for index in (0, 5, 6, 13, 19):
+        alone, _ = generate_static([prompts[index // GROUP]], first_sample_key=index)
+        assert list(alone) == [together[index]]
+    scarce, stats = generate_static(prompts, 40 * PAGE_BYTES * dtype.itemsize // 4, group_size=GROUP)
+    assert scarce == together
+    assert stats["preemptions"] == 0
 
 
 def test_graphs_are_refused_on_the_cpu(model, tokenizer):

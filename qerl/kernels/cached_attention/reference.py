@@ -22,18 +22,17 @@ def cached_attention(
     """See `qerl.kernels.cached_attention.cached_attention`.
 
     The G query heads of one key/value head stand in the place of query positions, so nothing of an unpaged cache is copied;
-    pages are gathered, as far as the longest row.
+    pages are gathered, all that the table has room for: a caller who knows the longest row gives fewer columns.
     """
     rows, heads, size = q_BHd.shape
     page, kv_heads = k_cache_PLKd.shape[1:3]
-    longest = int(lengths_B.max())
+    longest = int(lengths_B.max()) if table_BN is None else table_BN.shape[1] * page
     q_BKGd = q_BHd.view(rows, kv_heads, heads // kv_heads, size)
 
     def of_rows(cache_PLKd: Tensor) -> Tensor:
         if table_BN is None:
             return cache_PLKd[:rows, :longest].transpose(1, 2)
-        pages_BN = table_BN[:, : -(-longest // page)]
-        return cache_PLKd[pages_BN].flatten(1, 2)[:, :longest].transpose(1, 2)
+        return cache_PLKd[table_BN].flatten(1, 2).transpose(1, 2)
 
     visible_B11L = (torch.arange(longest, device=q_BHd.device) < lengths_B[:, None])[:, None, None]
     o_BKGd = scaled_dot_product_attention(
