@@ -57,10 +57,8 @@ def test_the_rollout_benchmark_runs_in_toy_shapes(tmp_path):
     content = json.loads(out.read_text())
     timed = [cell for cell in content["cells"] if "ms_per_step" in cell]
     assert [(cell["format"], cell["noise"], cell["sequences"]) for cell in timed] == [
-        (format, noise, sequences)
-        for format in ("nvfp4", "bf16")
-        for noise in ("off", "response")
-        for sequences in (1, 3)
+        ("nvfp4", "response", 3),
+        ("bf16", "response", 3),
     ]
     assert all(0 < cell["of_floor"] < 1 for cell in timed)
     assert all(cell["ms_min_max"][0] <= cell["ms_per_step"] <= cell["ms_min_max"][1] for cell in timed)
