@@ -109,7 +109,7 @@ def _arm(key: str, cells: Sequence[Cell], target: Mapping[str, Any], below: floa
         label=f"{label} ({suffix})" if suffix else label,
         axes=axes,
         seeds=seeds,
-        after=spread(row.after for row in seeds),
+        after=spread((row.after for row in seeds), share=True),
         gain=spread(None if row.after is None or row.before is None else row.after - row.before for row in seeds),
         final={name: part for name, part in _finals(cells).items() if part is not None},
         noise_effect=_noise_effects(cells),
@@ -118,7 +118,7 @@ def _arm(key: str, cells: Sequence[Cell], target: Mapping[str, Any], below: floa
         device_seconds=math.fsum(seconds) / len(seconds) if seconds else None,
         peak_bytes=max(peaks, default=None),
         target=_targets(seeds) if target else {},
-        mixed=spread(_over_steps(cell, "groups/mixed", fmean) for cell in cells),
+        mixed=spread((_over_steps(cell, "groups/mixed", fmean) for cell in cells), share=True),
         step_seconds=spread(_over_steps(cell, "time/step", median) for cell in cells),
         on_front=False,
         temperature=(first.get("matched") or {}).get("temperature"),
@@ -161,7 +161,7 @@ def _seed(cell: Cell, target: Mapping[str, Any], below: float) -> SeedRow:
 
 def _finals(cells: Sequence[Cell]) -> dict[str, Spread | None]:
     names = dict.fromkeys(name for cell in cells for name in cell["final"])
-    return {name: spread(cell["final"].get(name, {}).get("accuracy") for cell in cells) for name in names}
+    return {name: spread((cell["final"].get(name, {}).get("accuracy") for cell in cells), share=True) for name in names}
 
 
 def _noise_effects(cells: Sequence[Cell]) -> dict[str, Spread]:

@@ -17,13 +17,21 @@ Cell = Mapping[str, Any]
 """A summary (``experiments.summary``)."""
 
 
-def spread(values: Iterable[float | None]) -> Spread | None:
-    """Values over seeds with their t-interval, missing ones left out; None when all are."""
+def spread(values: Iterable[float | None], *, share: bool = False) -> Spread | None:
+    """Values over seeds with their t-interval, missing ones left out; None when all are.
+
+    Args:
+        values: one a seed.
+        share: they are shares: the part of the interval outside 0 to 1 is cut off, for nothing can lie there.
+    """
     known = tuple(value for value in values if value is not None)
     if not known:
         return None
     found = t_interval(known, CONFIDENCE)
-    return Spread(values=known, mean=found.mean, low=found.low, high=found.high)
+    low, high = found.low, found.high
+    if share and low is not None and high is not None:
+        low, high = max(low, 0.0), min(high, 1.0)
+    return Spread(values=known, mean=found.mean, low=low, high=high)
 
 
 def pair_rows(

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from qerl.cli import app
 from qerl.experiments.compare import compare_cells
 from qerl.experiments.folders import Collection, read_cells
+from qerl.experiments.pairs import spread
 from qerl.report.arms import render_arms, target_text
 from qerl.report.comparison import TargetRow
 
@@ -189,3 +190,10 @@ def test_seeds_that_scatter_more_than_stated_are_told(results):
     (second,) = compare_cells(tight)
     assert not any("scatter" in note for note in first.notes)
     assert any("more than the 0.1 stated beforehand" in note for note in second.notes)
+
+
+def test_intervals_of_shares_end_at_nothing_and_at_all():
+    found = spread([0.9, 0.99], share=True)
+    assert found.high == 1.0 and 0.0 < found.low < 0.9
+    assert spread([0.9, 0.99]).high > 1.0
+    assert spread([0.0, 0.05], share=True).low == 0.0
