@@ -139,7 +139,7 @@ def test_every_kind_of_noise_is_deployed_as_the_run_deployed_it(folder, tmp_path
     ]
     train(load_config(None, [*SETTINGS, *where, *settings]))
     stated = RunDir(tmp_path / "tiny").read_json("summary.json")["noisy"]
-    found, told = run(folder, choose_targets(str(tmp_path / "tiny")), noise=NoiseRequest(draws=1))
+    found, _ = run(folder, choose_targets(str(tmp_path / "tiny")), noise=NoiseRequest(draws=1))
     (spread,) = found.spreads
     assert stated["keys"] == json.loads(json.dumps(spread.keys))
     assert stated["accuracies"] == list(spread.accuracies)
