@@ -9,8 +9,13 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Annotated, Any
 
 import rich
@@ -38,8 +43,8 @@ from qerl.verbs.planning import plan
 from qerl.verbs.reporting import REPORT_EXAMPLES, report
 from qerl.verbs.watching import watch
 
-INTERRUPTED = 130
-"""Exit code after Ctrl-C, as shells have it."""
+INTERRUPTED, TERMINATED = 130, 143
+"""Exit codes after Ctrl-C and after SIGTERM, as shells have them."""
 GO_ON = {
     "train": " before the first step; nothing was changed",
     "quantize": "; the same command goes on after the last whole layer",
@@ -75,21 +80,44 @@ def _examples(verb: str) -> str:
     return "\n\n".join(["[bold]Examples[/]", *(f"  qerl {verb} {arguments}" for arguments in EXAMPLES[verb])])
 
 
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM came: the command ends as after Ctrl-C."""
+
+
+@contextmanager
+def _terminating() -> Iterator[None]:
+    """SIGTERM raises in the main thread, unless what runs has a handler of its own."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise _Terminated
+
+    previous = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
 class _Commands(TyperGroup):
     """Turns the errors that a user can cause into a message and an exit code."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
-            return super().invoke(ctx)
+            with _terminating():
+                return super().invoke(ctx)
         except QerlError as error:
             stderr().print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
             raise typer.Exit(error.exit_code) from None
         except RunStopped as stop:
             stderr().print(f"[yellow]{escape(str(stop))}[/]", highlight=False, soft_wrap=True)
             raise typer.Exit(stop.exit_code) from None
-        except KeyboardInterrupt:
-            stderr().print(f"[yellow]interrupted{GO_ON.get(ctx.invoked_subcommand, '')}[/]", soft_wrap=True)
-            raise typer.Exit(INTERRUPTED) from None
+        except KeyboardInterrupt as stop:
+            ended, code = ("terminated", TERMINATED) if isinstance(stop, _Terminated) else ("interrupted", INTERRUPTED)
+            stderr().print(f"[yellow]{ended}{GO_ON.get(ctx.invoked_subcommand, '')}[/]", soft_wrap=True)
+            raise typer.Exit(code) from None
 
 
 app = typer.Typer(
@@ -184,6 +212,7 @@ def quantize(
     calibration_length: Annotated[int, typer.Option(metavar="N", min=2, help="Tokens of each.")] = 2048,
     report_data: Annotated[str | None, Text(help="Text, or a rollout's parquet, to compare whole models on.")] = None,
     report_count: Annotated[int, typer.Option(metavar="N", min=1, help="Rows of it.")] = 64,
+    report_length: Annotated[int, typer.Option(metavar="N", min=2, help="Tokens of each, at most.")] = 2048,
     text_fields: Annotated[str, typer.Option(metavar="A,B", help="Fields that hold text.")] = "question,solution",
     activations: Annotated[str, typer.Option(metavar="memory|disk", help="Where hidden states are.")] = "memory",
 ) -> None:
@@ -212,6 +241,7 @@ def quantize(
             calibration_length=calibration_length,
             report_data=report_data,
             report_count=report_count,
+            report_length=report_length,
             text_fields=text_fields,
             activations=activations,
             progress=lambda done, total, name: on_progress(done, total, 0),

@@ -35,19 +35,11 @@ def feedback_factor(moments_II: Tensor, damping: float = DAMPING) -> tuple[Tenso
     """
     diagonal_I = moments_II.diagonal()
     order_I = torch.argsort(diagonal_I, descending=True, stable=True)
-    ordered_II = moments_II[order_I][:, order_I]
     mean = diagonal_I.mean()
     for attempt in range(_DAMPING_TRIES):
         used = damping * 10**attempt
-        damped_II = ordered_II.clone()
-        damped_II.diagonal().add_(used * mean)
-        lower_II, failed = torch.linalg.cholesky_ex(damped_II)
-        if failed:
-            continue
-        del damped_II
-        inverse_II = torch.cholesky_inverse(lower_II)
-        upper_II, failed = torch.linalg.cholesky_ex(inverse_II, upper=True)
-        if not failed and bool(torch.isfinite(upper_II).all()):
+        upper_II = _inverse_factor(moments_II, order_I, used * mean)
+        if upper_II is not None:
             return upper_II, order_I, used
     raise FormatError(
         "the second moments of the calibration inputs cannot be factorized",
@@ -55,6 +47,23 @@ def feedback_factor(moments_II: Tensor, damping: float = DAMPING) -> tuple[Tenso
         expected="finite moments of at least some active inputs",
         remedy="Use more or other calibration text.",
     )
+
+
+def _inverse_factor(moments_II: Tensor, order_I: Tensor, added: Tensor) -> Tensor | None:
+    """Upper Cholesky factor of the inverse of the ordered moments plus `added` on the diagonal; None where there is none.
+
+    Two matrices exist at once beside the moments: these are the largest tensors of a quantization.
+    """
+    damped_II = moments_II[order_I[:, None], order_I]
+    damped_II.diagonal().add_(added)
+    lower_II, failed = torch.linalg.cholesky_ex(damped_II)
+    del damped_II
+    if failed:
+        return None
+    inverse_II = torch.cholesky_inverse(lower_II)
+    del lower_II
+    upper_II, failed = torch.linalg.cholesky_ex(inverse_II, upper=True)
+    return None if failed or not bool(torch.isfinite(upper_II).all()) else upper_II
 
 
 def compensate(

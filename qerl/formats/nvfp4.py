@@ -143,6 +143,15 @@ class Nvfp4Format(E2m1Format):
             raise FormatError(
                 f"the global scale of '{name}' is unusable", got=float(divisor), expected="a positive finite number"
             )
+        scales = tensors["block_scales"]
+        # NaN fails the comparison; -0 passes and is 0.
+        if not bool((scales.float() >= 0).all()):
+            raise FormatError(
+                f"a block scale of '{name}' is unusable",
+                got=float(scales.float().nan_to_num(nan=-torch.inf).min()),
+                expected="finite numbers from 0 on",
+                remedy="Copy the file again from its source, or use the plain checkpoint.",
+            )
 
 
 def global_scale(reach: Tensor, rounding: str = "ct") -> Tensor:

@@ -1,4 +1,4 @@
-"""One process writes a run folder at a time.
+"""One process writes a folder at a time: a run folder, or the folder of an unfinished quantization.
 
 The lock is the operating system's (``flock``) on ``run.lock`` in the folder: it ends with the process, however that ends, so
 a crash leaves nothing to clean up. The file holds the number of the process, for the message that another one gets.
@@ -21,16 +21,25 @@ _WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
 
 
 class RunLock:
-    """Context manager that holds the lock of a run folder.
+    """Context manager that holds the lock of a folder.
 
     Args:
-        folder: the run folder. It is made if it is missing, and removed at the end if it was made and is still empty.
+        folder: the folder. It is made if it is missing, and removed at the end if it was made and is still empty.
+        what: what it is, for the message that another process gets.
+        remedy: what that process's user can do.
 
     Attributes:
         note: why there is no lock, on a file system that has none; else None.
     """
 
-    def __init__(self, folder: Path):
+    def __init__(
+        self,
+        folder: Path,
+        what: str = "run folder",
+        remedy: str = "Wait until it ends or stop it, or choose another run.name",
+    ):
+        self.what = what
+        self.remedy = remedy
         self.folder = folder
         self.path = folder / LOCK_NAME
         self.note: str | None = None
@@ -74,10 +83,10 @@ class RunLock:
             holder = os.pread(file, 32, 0).decode(errors="replace").strip()
             os.close(file)
             raise RunFolderError(
-                "another process is writing this run folder",
+                f"another process is writing this {self.what}",
                 got=f"{self.folder}, process {holder or 'unknown'}",
-                expected="one process a run folder",
-                remedy="Wait until it ends or stop it, or choose another run.name",
+                expected=f"one process a {self.what}",
+                remedy=self.remedy,
             ) from None
         except OSError as error:
             if error.errno not in _WITHOUT_LOCKS:

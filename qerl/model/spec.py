@@ -317,6 +317,13 @@ def read_quantization(quantization: Mapping[str, Any] | None, source: str) -> tu
     if not quantization:
         return None, ()
     remedy = "Use the plain checkpoint: weights are quantized at load."
+    if not isinstance(quantization, Mapping):
+        raise CheckpointError(
+            f"{source}: quantization_config is unusable",
+            got=repr(quantization),
+            expected="a JSON object",
+            remedy=remedy,
+        )
     method, layout = quantization.get("quant_method"), quantization.get("format")
     if method != "compressed-tensors" or layout not in PACKED_LAYOUTS:
         raise CheckpointError(
@@ -355,7 +362,7 @@ def _check_weights(weights: Mapping[str, Any], layout: str, source: str, remedy:
     if got != expected:
         raise CheckpointError(
             f"{source} are not what the layout {layout} holds",
-            got=", ".join(f"{key}={value}" for key, value in got.items()),
-            expected=", ".join(f"{key}={value}" for key, value in expected.items()),
+            got=", ".join(f"{key}={value!r}" for key, value in got.items()),
+            expected=", ".join(f"{key}={value!r}" for key, value in expected.items()),
             remedy=remedy,
         )

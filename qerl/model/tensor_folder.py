@@ -129,6 +129,14 @@ class TensorFolder:
             CheckpointError: a tensor is missing, has another shape, holds integers, or is not part of the model.
         """
         for name, shape in expected.items():
+            packed = name.removesuffix(".weight") + ".weight_packed"
+            if name not in self._home and packed in self._home:
+                raise CheckpointError(
+                    f"{self._home[packed].path}: {name} is stored quantized, which is read for projections of the layers alone",
+                    got=packed,
+                    expected=f"{name}, unquantized",
+                    remedy="Quantize with lm_head and embeddings ignored; quant.lm_head packs the head at load.",
+                )
             if name not in self._home:
                 raise CheckpointError(
                     f"tensor {name} is missing from the weights in {self.folder}",

@@ -29,6 +29,7 @@ def quantize_command(
     calibration_length: int,
     report_data: str | None,
     report_count: int,
+    report_length: int,
     text_fields: str,
     activations: str,
     progress: Progress,
@@ -42,7 +43,7 @@ def quantize_command(
         device: where layers run.
         method: None takes `quant.method`.
         calibration, calibration_count, calibration_length: text for the methods that need it.
-        report_data, report_count: text on which the model is compared with the plain one; at most 2048 tokens a row.
+        report_data, report_count, report_length: text on which the model is compared with the plain one; rows are cut at that many tokens.
         text_fields: fields of a row that hold its text, joined by commas.
         activations: one of `ACTIVATIONS`.
         progress: see `quantize_checkpoint`.
@@ -68,7 +69,7 @@ def quantize_command(
     fields = split_fields(text_fields)
     texts = {
         "calibration": (calibration, calibration_count, calibration_length),
-        "report": (report_data, report_count, TextRequest(name="").length),
+        "report": (report_data, report_count, report_length),
     }
     requests = {
         key: None if name is None else TextRequest(name=name, count=count, length=length, fields=fields)

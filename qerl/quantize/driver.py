@@ -20,6 +20,7 @@ import qerl
 from qerl.errors import CheckpointError, ConfigError, QerlError
 from qerl.formats import get_format
 from qerl.formats.base import check_choices, check_finite
+from qerl.metrics.files import cannot_write
 from qerl.model.spec import read_json_object
 from qerl.model.tensor_folder import INDEX_FILE
 from qerl.model.tokenizer import load_tokenizer
@@ -28,7 +29,7 @@ from qerl.quantize.folding import FOLDS_FILE
 from qerl.quantize.layer import QuantizedLayer
 from qerl.quantize.layer_tensors import NORMS, LayerTensors, stack
 from qerl.quantize.layout import pack_layout, packed_weight, quantization_config, stored_tensors
-from qerl.quantize.partial import PartialFolder, read_tensors
+from qerl.quantize.partial import PartialFolder, lock_partial, read_tensors
 from qerl.quantize.pipeline import Pipeline, Request
 from qerl.quantize.quality import TensorQuality, summary
 from qerl.quantize.recipes import get_recipe
@@ -101,6 +102,8 @@ def quantize_checkpoint(
     Raises:
         CheckpointError: the source cannot be read, is quantized already, has a shape that the layout cannot hold; `out_dir` exists;
             an interrupted run had other settings; the disk is full.
+        RunFolderError: another process is writing the same folder.
+        OutputError: the folder cannot be written.
         ConfigError: unknown format or method, or a method without the text it needs.
         DataError: there is no such text, or too little of it.
         FormatError: unknown rounding, or NaN or infinity in a tensor.
@@ -108,11 +111,12 @@ def quantize_checkpoint(
     device = torch.device(device)
     request = Request(format=format, method=method, rounding=rounding, device=device, dtype=dtype)
     job = _Job(Path(model_path), request, calibration, report, activations, progress)
-    partial = PartialFolder(Path(out_dir), job.settings(shard_bytes))
-    with _cleaning_up(partial):
-        job.write_layers(partial)
-        quality = job.write_files(partial, shard_bytes)
-        partial.finish()
+    with lock_partial(Path(out_dir)):
+        partial = PartialFolder(Path(out_dir), job.settings(shard_bytes))
+        with _cleaning_up(partial):
+            job.write_layers(partial)
+            quality = job.write_files(partial, shard_bytes)
+            partial.finish()
     return quality
 
 
@@ -338,7 +342,7 @@ def _cleaning_up(partial: PartialFolder) -> Iterator[None]:
     except (OSError, SafetensorError) as error:
         full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "os error 28" in str(error)
         if not full:
-            raise
+            raise cannot_write(partial.path, error) from error
         raise CheckpointError(
             f"the disk is full: {partial.out} was not written",
             got=f"{len(partial.records)} layers in {partial.path}",

@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from qerl.errors import CheckpointError
+from qerl.metrics.run_lock import LOCK_NAME, RunLock
 from qerl.model.spec import read_json_object
 from qerl.model.tensor_folder import INDEX_FILE, SINGLE_FILE, TensorFile
 from qerl.quantize.tensor_bytes import StoredTensor, read_header, write_tensors
@@ -26,7 +27,7 @@ MANIFEST = "progress.json"
 ACTIVATIONS = "activations"
 _LAYER_FILE = "layer-{:05d}.safetensors"
 _FOLD_FILE = "folds-{:05d}.safetensors"
-_OURS = ("layer-", "folds-", "model", MANIFEST, ACTIVATIONS)
+_OURS = ("layer-", "folds-", "model", MANIFEST, ACTIVATIONS, LOCK_NAME)
 
 
 class PartialFolder:
@@ -53,7 +54,7 @@ class PartialFolder:
                 remedy="Remove it or choose another name.",
             )
         self.out = out
-        self.path = out.with_name(out.name + ".partial")
+        self.path = partial_path(out)
         self.settings = json.loads(json.dumps(settings))
         self.records: list[dict[str, Any]] = []
         if self.path.exists():
@@ -70,7 +71,11 @@ class PartialFolder:
                     got=", ".join(sorted(foreign)[:3]),
                     remedy="Move it away.",
                 )
-            shutil.rmtree(self.path)
+            for entry in self.path.iterdir():
+                if entry.is_dir():
+                    shutil.rmtree(entry)
+                elif entry.name != LOCK_NAME:
+                    entry.unlink()
             return
         manifest = read_json_object(self.path, MANIFEST)
         before = manifest["settings"]
@@ -163,13 +168,23 @@ class PartialFolder:
         """Remove what only an unfinished run needs, and give the folder its name."""
         shutil.rmtree(self.path / ACTIVATIONS, ignore_errors=True)
         for entry in self.path.iterdir():
-            if entry.name.startswith(("layer-", "folds-", MANIFEST)):
+            if entry.name.startswith(("layer-", "folds-", MANIFEST, LOCK_NAME)):
                 entry.unlink()
         self.path.rename(self.out)
 
     def discard(self) -> None:
         """Remove everything."""
         shutil.rmtree(self.path, ignore_errors=True)
+
+
+def lock_partial(out: Path) -> RunLock:
+    """The lock of the partial folder of `out`: two quantizations of one name would write one another's files."""
+    return RunLock(partial_path(out), "quantized folder", "Wait until it ends or stop it, or choose another --out")
+
+
+def partial_path(out: Path) -> Path:
+    """`OUT.partial`."""
+    return out.with_name(out.name + ".partial")
 
 
 def read_tensors(file: Path) -> dict[str, Tensor]:

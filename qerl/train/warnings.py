@@ -16,9 +16,6 @@ from qerl.metrics.catalogue import ALARMS
 from qerl.model.spec import ModelSpec
 from qerl.records import Prompt
 
-HALF = 0.5
-"""Share of the answers from which a fault of form is called the cause of a reward of 0."""
-
 WINDOW = 5
 """Steps in the mean at the beginning of a run, and at its present end, that a trend is read from."""
 ENTROPY_UP = 1.1
@@ -189,20 +186,18 @@ def refuse_unscored(config: Config, history: Sequence[Metrics], note: str | None
 
 
 def _nothing_right(config: Config, metrics: Metrics) -> Notice:
-    share, kind = max(
-        (metrics[f"outcomes/{kind}"], kind) for kind in ("truncated", "unparsable", "unscorable", "wrong")
-    )
     causes = {
         "truncated": f"were cut at rollout.max_new_tokens={config.rollout.max_new_tokens} before an answer: raise it",
         "unparsable": "hold no answer that the parser finds: ask for a form such as \\boxed{} in data.prompt_template, or "
         "look at completions/",
         "unscorable": "could not be scored: look at the notes under completions/",
+        "wrong": "are read and wrong: the task may be too hard for this model",
     }
-    if share >= HALF and kind in causes:
-        cause = f"{_percent(share)} of the answers {causes[kind]}"
-    else:
-        kind = "wrong"
-        cause = f"{_percent(metrics['outcomes/wrong'])} of the answers are read and wrong: the task may be too hard for this model"
+    shares = {kind: metrics[f"outcomes/{kind}"] for kind in causes}
+    # Of equal shares the one that has a remedy, which is named first above.
+    kind = max(causes, key=lambda kind: shares[kind])
+    others = ", ".join(f"{_percent(share)} {name}" for name, share in shares.items() if name != kind and share > 0)
+    cause = f"{_percent(shares[kind])} of the answers {causes[kind]}" + (f" (beside {others})" if others else "")
     return Notice(key=f"nothing_right/{kind}", text=f"Accuracy is 0 in a step; {cause}.")
 
 

@@ -54,7 +54,13 @@ def test_a_healthy_step_gives_no_warning():
     [
         ({"truncated": 0.96, "wrong": 0.04}, "truncated", ["96 %", "rollout.max_new_tokens=1024", "raise it"]),
         ({"unparsable": 0.7, "wrong": 0.3}, "unparsable", ["70 %", "parser", "\\boxed{}"]),
-        ({"unscorable": 0.5, "wrong": 0.5}, "wrong", ["50 %", "too hard"]),
+        ({"unscorable": 0.5, "wrong": 0.5}, "unscorable", ["50 %", "notes", "beside 50 % wrong"]),
+        (
+            {"truncated": 0.45, "unparsable": 0.35, "wrong": 0.2},
+            "truncated",
+            ["45 % of the answers were cut", "beside 35 % unparsable, 20 % wrong"],
+        ),
+        ({"unparsable": 0.4, "wrong": 0.35, "truncated": 0.25}, "unparsable", ["40 %", "parser", "25 % truncated"]),
         ({"unscorable": 0.9, "wrong": 0.1}, "unscorable", ["90 %", "notes"]),
         ({"wrong": 1.0}, "wrong", ["100 %", "too hard"]),
     ],
