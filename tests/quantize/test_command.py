@@ -61,6 +61,7 @@ def test_options_that_make_no_sense_are_refused(tmp_path, settings, options, mes
         "calibration_length": 48,
         "report_data": None,
         "report_count": 4,
+        "report_length": 64,
         "text_fields": "question,solution",
         "activations": "memory",
         "progress": lambda *call: None,
