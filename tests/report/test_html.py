@@ -94,6 +94,21 @@ def test_settings_memory_time_and_warnings_are_shown(page):
         assert words in page.text, words
 
 
+def test_peaks_of_a_gpu_stand_beside_their_prediction(tmp_path):
+    run = write_fake_run(tmp_path / "demo", steps=4)
+    memory = run.read_json("memory.json")
+    peaks = {"backward": {"allocated": 19_871_000_000, "reserved": 24_577_000_000}}
+    predicted = {"rollout": 3_760_000_000, "backward": 19_990_000_000}
+    run.write_json("memory.json", memory | {"predicted_peaks": predicted, "measured_peaks": peaks})
+    page = Page(render(read_run(run.path)))
+    for words in (
+        "backward phase, predicted 20.0 GB",
+        "backward phase, allocated 19.9 GB",
+        "backward phase, reserved 24.6 GB",
+    ):
+        assert words in page.text, words
+
+
 def test_answers_carry_their_outcome_for_the_filters(page):
     cards = [a for tag, a in page.attributes if tag == "article"]
     buttons = {a["data-value"] for tag, a in page.attributes if tag == "button" and a.get("data-kind") == "outcome"}
