@@ -28,7 +28,7 @@ from qerl.quantize.comparison import compare
 from qerl.quantize.folding import FOLDS_FILE
 from qerl.quantize.layer import QuantizedLayer
 from qerl.quantize.layer_tensors import NORMS, LayerTensors, stack
-from qerl.quantize.layout import pack_layout, packed_weight, quantization_config, stored_tensors
+from qerl.quantize.layout import pack_layout, packed_weight, quantization_config, stored_group
 from qerl.quantize.partial import PartialFolder, lock_partial, read_tensors
 from qerl.quantize.pipeline import Pipeline, Request
 from qerl.quantize.quality import TensorQuality, summary
@@ -226,10 +226,8 @@ class _Job:
         dropped = set()
         for shape in self.source.spec.groups():
             names = [f"model.{name}" for name in shape.part_names(index)]
-            packed = self.pipeline.format.split(layer.packed[shape.attribute])
-            for name, part in zip(names, packed, strict=True):
-                tensors |= stored_tensors(name, part)
-                dropped.add(f"{name}.weight")
+            tensors |= stored_group(names, layer.packed[shape.attribute])
+            dropped.update(f"{name}.weight" for name in names)
             if shape.attribute in layer.biases:
                 parts = layer.biases[shape.attribute].split(shape.sizes)
                 tensors |= {f"{name}.bias": part for name, part in zip(names, parts, strict=True)}

@@ -7,12 +7,12 @@ A linear layer NAME becomes, in NVFP4, `NAME.weight_packed` uint8 [O, I/2], `NAM
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
-from qerl.errors import ConfigError
+from qerl.errors import ConfigError, FormatError
 from qerl.formats import FORMAT_NAMES, PackedWeight, get_format
 from qerl.formats.base import PackLayout
 
@@ -42,6 +42,33 @@ def stored_tensors(name: str, packed: PackedWeight) -> dict[str, Tensor]:
     """The stored tensors of the linear layer `name`, by their names in a checkpoint."""
     suffixes = pack_layout(packed.format).suffixes
     return {f"{name}.{suffix}": packed.tensors[key].contiguous() for key, suffix in suffixes.items()}
+
+
+def stored_group(names: Sequence[str], packed: PackedWeight) -> dict[str, Tensor]:
+    """The stored tensors of the linear layers that are held as one weight, by their names in a checkpoint.
+
+    Args:
+        names: the layers, in the order of the weight's segments.
+        packed: the weight of all of them.
+
+    Raises:
+        FormatError: their tensor-wide scales differ. Inference engines fuse such layers, keep one scale and read the others wrong.
+    """
+    fmt = get_format(packed.format)
+    for key in fmt.per_segment:
+        values = packed.tensors[key]
+        if bool((values != values[0]).any()):
+            raise FormatError(
+                f"{', '.join(names)} are read as one layer and have different scales",
+                got=f"{key} {', '.join(f'{value:g}' for value in values.tolist())}",
+                expected="one value for all of them",
+                remedy="Quantize them together, from the plain checkpoint.",
+            )
+    parts = fmt.split(packed)
+    tensors: dict[str, Tensor] = {}
+    for name, part in zip(names, parts, strict=True):
+        tensors |= stored_tensors(name, part)
+    return tensors
 
 
 def packed_weight(name: str, tensors: Mapping[str, Tensor], format_name: str, d_in: int) -> PackedWeight:

@@ -14,10 +14,12 @@ from safetensors.torch import load_file, save_file
 
 from qerl.config.load import load_config
 from qerl.errors import CheckpointError, FormatError, OutputError, RunFolderError
+from qerl.formats import get_format
 from qerl.formats.gptq import feedback_factor
 from qerl.model.checkpoint import load_model, resolve_model_path
 from qerl.model.spec import ModelSpec
 from qerl.quantize import quantize_checkpoint
+from qerl.quantize.layout import stored_group
 from qerl.quantize.partial import PartialFolder, lock_partial
 
 DEMO = resolve_model_path("demo")
@@ -106,6 +108,19 @@ def test_a_block_scale_that_no_quantizer_writes_is_refused_by_name(written):
     change(written, edit)
     with pytest.raises(FormatError, match=r"a block scale of .*o_proj.* is unusable"):
         quantized(written)
+
+
+def test_projections_with_scales_of_their_own_are_not_written_as_one_layer():
+    generator = torch.Generator().manual_seed(0)
+    fmt = get_format("nvfp4")
+    gate, up = (fmt.quantize(size * torch.randn(32, 64, generator=generator)) for size in (1.0, 3.0))
+    names = ("mlp.gate_proj", "mlp.up_proj")
+    with pytest.raises(FormatError, match=r"mlp\.gate_proj, mlp\.up_proj are read as one layer.*global_scale"):
+        stored_group(names, fmt.join([gate, up]))
+    together = fmt.quantize(torch.randn(64, 64, generator=generator), segments=(32, 32))
+    stored = stored_group(names, together)
+    assert torch.equal(stored["mlp.up_proj.weight_packed"], together.tensors["packed"][32:])
+    assert torch.equal(stored["mlp.gate_proj.weight_global_scale"], stored["mlp.up_proj.weight_global_scale"])
 
 
 def test_a_packed_head_is_named_as_such(written):
