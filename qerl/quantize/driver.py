@@ -223,7 +223,7 @@ class _Job:
 
     def _commit(self, partial: PartialFolder, index: int, layer: QuantizedLayer) -> None:
         tensors: dict[str, Tensor] = {}
-        dropped = set()
+        dropped: set[str] = set()
         for shape in self.source.spec.groups():
             names = [f"model.{name}" for name in shape.part_names(index)]
             tensors |= stored_group(names, layer.packed[shape.attribute])
