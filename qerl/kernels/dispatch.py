@@ -88,7 +88,13 @@ def resolve(op: str, device: torch.device | str, wanted: str = "auto") -> str:
 
 def load(op: str, device: torch.device | str, wanted: str = "auto") -> ModuleType:
     """The module of the implementation that `resolve` names."""
-    return importlib.import_module(_choose(op, torch.device(device), wanted).module)
+    return _loaded(op, device.type if isinstance(device, torch.device) else torch.device(device).type, wanted)
+
+
+@cache
+def _loaded(op: str, device_type: str, wanted: str) -> ModuleType:
+    """Kept, since a decoder asks some hundred times a step."""
+    return importlib.import_module(_choose(op, torch.device(device_type), wanted).module)
 
 
 def _named(op: str, name: str) -> Implementation:

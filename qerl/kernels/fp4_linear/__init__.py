@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from qerl.formats import PackedWeight
@@ -46,4 +47,6 @@ def fp4_linear(
     """
     placements, a_RI, b_OR = flatten(adapters)
     implementation = dispatch.load("fp4_linear", x_TI.device, kernel)
+    if not torch.is_grad_enabled():
+        return implementation.forward(x_TI, weight, bias_O, placements, a_RI, b_OR, dense_OI)[0]
     return Fp4Linear.apply(x_TI, bias_O, weight, dense_OI, placements, implementation, *a_RI, *b_OR)
