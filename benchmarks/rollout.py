@@ -1,7 +1,8 @@
 """Speed of generation, with random weights in the shapes of Qwen2.5, or with a real model on GSM8K.
 
     python benchmarks/rollout.py --out results/rollout_7b.json [--size 7B] [--formats nvfp4,bf16] [--noise off,response]
-                                 [--sequences 1,8,32,64,128,256] [--realistic] [--model FOLDER --data gsm8k]
+                                 [--sequences 1,8,32,64,128,256] [--realistic]
+    python benchmarks/rollout.py --out results/rollout_05b.json --model FOLDER [--data gsm8k] [key=value …]
 
 The protocol of the anchors: prompts of 16 tokens, 192 new tokens, no stop, sampled at temperature 1 with log-probs, adapters of
 rank 32 on all seven projections with B not zero. A step is timed as the engine runs it, looks of the host included: the time of the
@@ -183,20 +184,29 @@ def realistic(model: Decoder, noise: Any) -> dict[str, Any]:
     return {"mean_length": statistics.mean(lengths), "longest": max(lengths), "first": results[0], "second": results[1]}
 
 
-def real(folder: str, data: str, settings: list[str]) -> dict[str, Any]:
-    """A real model on questions of a data set, with its own stops: the sampling of a training step, 64 prompts x 8."""
+def real(folder: str, data: str, prompts: int, answer: int, settings: list[str]) -> dict[str, Any]:
+    """A real model on questions of a data set, with its own stops: the sampling of a training step, 8 answers a prompt."""
     from qerl.config.load import load_config
     from qerl.train.prompts import load_prompts
     from qerl.train.session import open_session
 
-    config = load_config(None, [f"model.path={folder}", f"data.train={data}", "rollout.max_num_seqs=512", *settings])
+    config = load_config(
+        None,
+        [
+            f"model.path={folder}",
+            f"data.train={data}",
+            "rollout.max_num_seqs=512",
+            f"rollout.max_new_tokens={answer}",
+            *settings,
+        ],
+    )
     session = open_session(config)
-    prompts, _, _ = load_prompts(config, session.tokenizer, data, "train", 64)
+    questions, _, _ = load_prompts(config, session.tokenizer, data, "train", prompts)
     results = []
     for seed in range(3):
-        _, stats = session.engine.generate(prompts, SamplingSpec(max_new_tokens=512, seed=seed), group_size=8)
+        _, stats = session.engine.generate(questions, SamplingSpec(max_new_tokens=answer, seed=seed), group_size=8)
         results.append(stats)
-    return {"calls": results}
+    return {"model": folder, "data": data, "settings": settings, "calls": results}
 
 
 def show(cell: dict[str, Any], started: float) -> None:
@@ -228,6 +238,8 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--model", help="a real model's folder, instead of random weights")
     parser.add_argument("--data", default="gsm8k")
+    parser.add_argument("--prompts", type=int, default=64, help="questions of --data")
+    parser.add_argument("--answer", type=int, default=512, help="most tokens of an answer to them")
     parser.add_argument("settings", nargs="*", metavar="key=value", help="settings of --model")
     arguments = parser.parse_args()
     cells: list[dict[str, Any]] = []
@@ -248,7 +260,7 @@ def main() -> None:
         write()
 
     if arguments.model:
-        add(real(arguments.model, arguments.data, arguments.settings))
+        add(real(arguments.model, arguments.data, arguments.prompts, arguments.answer, arguments.settings))
         return
     for format in arguments.formats.split(","):
         spec = model_spec(arguments.size)

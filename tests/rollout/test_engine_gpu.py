@@ -152,6 +152,17 @@ def test_a_bound_on_the_cache_changes_no_answer(qwen2_folder, tokenizer):
     assert stats["kv_bytes"] <= 6 * page_bytes
 
 
+@pytest.mark.parametrize("scope", [None, "response"])
+def test_with_static_shapes_an_answer_has_the_same_bits_alone_and_in_any_batch(qwen2_folder, tokenizer, scope):
+    model = load(qwen2_folder, torch.bfloat16)
+    noise = None if scope is None else make_noise(model, scope)
+    engine, prompts = Engine(model, tokenizer, max_num_seqs=8, static_shapes=True), make_prompts(RAGGED)
+    together, _ = engine.generate(prompts, SPEC, group_size=GROUP, noise=noise)
+    for index in (0, 5, 13, 19):
+        alone, _ = engine.generate([prompts[index // GROUP]], SPEC, first_sample_key=index, noise=noise)
+        assert list(alone) == [together[index]]
+
+
 @pytest.mark.parametrize("scope", ["rollout", "response"])
 def test_engine_and_trainer_agree_in_bfloat16(qwen2_folder, tokenizer, scope):
     model = load(qwen2_folder, torch.bfloat16)
