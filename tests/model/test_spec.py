@@ -143,7 +143,7 @@ def packed(**changes):
         ({**QWEN2, "quantization_config": packed(num_bits=8)}, "num_bits=8.*num_bits=4"),
         ({**QWEN2, "quantization_config": packed(group_size=32)}, "group_size=32.*group_size=16"),
         ({**QWEN2, "quantization_config": packed(symmetric=False)}, "symmetric=False"),
-        ({**QWEN2, "quantization_config": packed(type="int")}, "config_groups.g.weights.*type=int"),
+        ({**QWEN2, "quantization_config": packed(type="int")}, "config_groups.g.weights.*type='int'"),
     ],
 )
 def test_unsupported_models_are_refused_by_name(config, message):
