@@ -164,6 +164,8 @@ def _interrupt_a_watch(folder):
         stderr=subprocess.PIPE,
         text=True,
         bufsize=1,
+        # A suite that was started in the background hands down that Ctrl-C is ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     for line in process.stdout:
         if line.startswith("step  5/20"):
