@@ -305,3 +305,18 @@ def test_a_stop_has_an_exit_code_of_its_own_and_says_how_to_go_on(monkeypatch, r
     result = qerl("train", ROOT / "configs" / "demo.yaml")
     assert result.exit_code == code
     assert text in result.stderr
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full here")
+def test_results_that_cannot_be_printed_end_in_a_message():
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "qerl", "env"], stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert done.returncode == 2
+    assert "the output cannot be written" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_help_of_the_benchmarks_lists_them():
+    result = qerl("bench", "--help")
+    assert result.exit_code == 0 and "kernels, rollout, step" in " ".join(result.output.split())

@@ -134,7 +134,10 @@ def pair_up(
         if alone or same_policy:
             pairs.append((first, same_suite[0] if alone else same_policy[0]))
     if not pairs:
-        names = [" and ".join(f"{e.suite} ({e.policy})" for e in side) for side in (firsts, seconds)]
+        names = [
+            " and ".join(f"{e.suite or 'a suite without a name'} ({e.policy})" for e in side)
+            for side in (firsts, seconds)
+        ]
         raise DataError(
             "no two of these evaluations belong together",
             got=f"{names[0]}; {names[1]}",

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from qerl.errors import RunFolderError
-from qerl.experiments.manifest import MANIFEST, Manifest
+from qerl.experiments.manifest import Manifest
 from qerl.experiments.summary import SUMMARY_FILE, load_summary
 from qerl.metrics.files import write_json
-from qerl.metrics.run_dir import RunDir
+from qerl.metrics.run_dir import MATRIX_NAME, RunDir
 
 PLAN_KEYS = ("schema", "matrix", "plan", "detectable", "matched", "choices")
 
@@ -29,7 +29,7 @@ class Collection:
 
 def holds_cells(path: Path) -> bool:
     """Whether a folder is a matrix folder or one of ``results/``."""
-    return (path / MANIFEST).exists() or (path.is_dir() and any(path.glob(f"*/{SUMMARY_FILE}")))
+    return (path / MATRIX_NAME).exists() or (path.is_dir() and any(path.glob(f"*/{SUMMARY_FILE}")))
 
 
 def read_cells(paths: Sequence[Path]) -> Collection:
@@ -44,7 +44,7 @@ def read_cells(paths: Sequence[Path]) -> Collection:
         if not holds_cells(path):
             cells.append(load_summary(path))
             continue
-        known = Manifest(path).read() if (path / MANIFEST).exists() else {"cells": {}}
+        known = Manifest(path).read() if (path / MATRIX_NAME).exists() else {"cells": {}}
         if "plan" in known:
             plans[str(known["matrix"])] = {key: known[key] for key in PLAN_KEYS if key in known}
         names = list(known["cells"]) or [folder.name for folder in sorted(path.iterdir()) if folder.is_dir()]
@@ -88,8 +88,8 @@ def export_summaries(collection: Collection, results: Path) -> list[Path]:
         written.append(path)
     for name, plan in collection.plans.items():
         states = {cell["run"]: _state(cell) for cell in collection.cells if cell["matrix"] == name}
-        write_json(results / name / MANIFEST, plan | {"cells": states})
-        written.append(results / name / MANIFEST)
+        write_json(results / name / MATRIX_NAME, plan | {"cells": states})
+        written.append(results / name / MATRIX_NAME)
     return written
 
 

@@ -12,8 +12,8 @@ from typing import Any, Literal
 
 from qerl.errors import RunFolderError
 from qerl.metrics.files import write_json
+from qerl.metrics.run_dir import MATRIX_NAME
 
-MANIFEST = "matrix.json"
 SCHEMA = 1
 State = Literal["waiting", "invalid", "running", "stopped", "trained", "finished", "failed"]
 """``trained``: all steps are made, final evaluations are missing. ``running`` after its process is gone: it was killed."""
@@ -28,8 +28,8 @@ class Manifest:
     """
 
     def __init__(self, out: Path):
-        self.path = out / MANIFEST
-        self._lock = out / f".{MANIFEST}.lock"
+        self.path = out / MATRIX_NAME
+        self._lock = out / f".{MATRIX_NAME}.lock"
 
     def read(self) -> dict[str, Any]:
         """The content; of a folder without one, an empty matrix.

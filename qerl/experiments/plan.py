@@ -14,7 +14,7 @@ from qerl.config.diagnostics import DiagnosticsConfig
 from qerl.config.load import load_config
 from qerl.config.objective import ObjectiveConfig
 from qerl.config.schema import Config, LogConfig, LoraConfig, OptimConfig, QuantConfig, RunConfig, TrainConfig
-from qerl.errors import ConfigError, QerlError
+from qerl.errors import ConfigError, QerlError, RunFolderError
 from qerl.experiments.cells import Cell, expand, load_matrix
 from qerl.experiments.manifest import Manifest
 from qerl.experiments.schema import MatrixConfig
@@ -49,8 +49,15 @@ class Plan:
         return RunDir(self.out / cell.name)
 
     def state(self, cell: Cell) -> str:
-        """State of a cell by the manifest."""
-        return str(self.manifest.cell(cell.name)["state"])
+        """State of a cell: by the manifest where it has begun, else whether it can run as it is now."""
+        reached = str(self.manifest.cell(cell.name)["state"])
+        if reached not in UNBEGUN:
+            return reached
+        return "waiting" if cell.problem is None else "invalid"
+
+
+UNBEGUN = ("waiting", "invalid")
+"""States of a cell that has no run."""
 
 
 def open_plan(path: Path, settings: Sequence[str], out: Path | None, *, data: bool = True) -> Plan:
@@ -65,10 +72,19 @@ def open_plan(path: Path, settings: Sequence[str], out: Path | None, *, data: bo
         data: check data, chat templates and reward functions too (seconds; once for all cells that share them).
 
     Raises:
-        ConfigError: the matrix itself is refused, or a cell that has begun was begun with other settings.
+        ConfigError: the matrix itself is refused, no cell can run and all for one reason, or a cell that has begun was begun with
+            other settings.
+        RunFolderError: the folder is that of a run.
     """
     matrix = load_matrix(path)
     folder = out if out is not None else Path("runs") / matrix.name
+    if RunDir(folder).holds_a_run():
+        raise RunFolderError(
+            "the folder of the matrix holds a run",
+            got=folder,
+            expected="a folder without one",
+            remedy="Choose another --out",
+        )
     manifest = Manifest(folder)
     known = manifest.read()
     if known.get("matrix", matrix.name) != matrix.name:
@@ -84,9 +100,18 @@ def open_plan(path: Path, settings: Sequence[str], out: Path | None, *, data: bo
         temperatures={group: found["temperature"] for group, found in known["matched"].items()},
     )
     checked = tuple(_checked(cell, data=data) for cell in cells)
+    _refuse_one_problem_of_all(checked)
     plan = Plan(path=path, settings=tuple(settings), matrix=matrix, out=folder, cells=checked, manifest=manifest)
     _check_begun(plan)
     return plan
+
+
+def _refuse_one_problem_of_all(cells: Sequence[Cell]) -> None:
+    """A mistyped setting or a missing data set is one mistake, not one a cell."""
+    problems = {cell.problem for cell in cells}
+    problem = next(iter(problems), None)
+    if len(problems) == 1 and problem is not None:
+        raise ConfigError(f"no cell of the matrix can run: {problem}")
 
 
 def _checked(cell: Cell, *, data: bool) -> Cell:
@@ -196,11 +221,12 @@ def record_plan(plan: Plan) -> None:
         for cell in plan.cells:
             entry = value["cells"].setdefault(cell.name, {"state": "waiting"})
             entry |= {"arm": cell.arm.name, "seed": cell.seed, "phase": cell.phase, "axes": cell.axes}
+            entry.pop("problem", None)
             if cell.problem is not None:
-                entry |= {"state": "invalid", "problem": cell.problem}
-            elif entry["state"] == "invalid":
-                entry["state"] = "waiting"
-                entry.pop("problem", None)
+                entry["problem"] = cell.problem
+            # What a cell has reached is not lost by what is wrong with it today.
+            if entry["state"] in UNBEGUN:
+                entry["state"] = "waiting" if cell.problem is None else "invalid"
 
 
 def detectable(matrix: MatrixConfig) -> list[dict[str, Any]]:

@@ -39,6 +39,9 @@ from qerl.errors import RunFolderError, nearest
 from qerl.metrics.behavior import write_behavior
 from qerl.metrics.files import is_temporary, output_errors, to_json, whole_file, write_json
 
+MATRIX_NAME = "matrix.json"
+"""File that makes a folder that of a matrix, whose cells are run folders in it."""
+
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 _EVALUATION = re.compile(r"step-(\d+)\.jsonl")
 _NUMBERED = re.compile(r"(?:step|rollout)-(\d+)(?:-noise\d+)?(?:\.\w+)?")
@@ -70,7 +73,7 @@ class RunDir:
         """A new run folder; an existing folder is fine as long as it holds no run.
 
         Raises:
-            RunFolderError: the folder already holds a run, or the path is a file.
+            RunFolderError: the folder already holds a run or a matrix, or the path is a file.
         """
         run = cls(path)
         run.refuse_a_run()
@@ -91,6 +94,13 @@ class RunDir:
                 "the run folder is a file",
                 got=self.path,
                 expected="a folder",
+                remedy="Choose another run.name or run.dir",
+            )
+        if (self.path / MATRIX_NAME).exists():
+            raise RunFolderError(
+                "the run folder is that of a matrix",
+                got=self.path,
+                expected="a folder of its own",
                 remedy="Choose another run.name or run.dir",
             )
         if self.holds_a_run():

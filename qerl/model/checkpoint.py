@@ -372,7 +372,7 @@ def resolve_model_path(name: str) -> Path:
     raise CheckpointError(
         "the model cannot be found",
         got=name,
-        expected=f"a folder, `{DEMO_MODEL}`, or a name under $QERL_MODELS"
+        expected=f"a folder (for a plan one with its config.json alone), `{DEMO_MODEL}`, or a name under $QERL_MODELS"
         + (f" ({', '.join(names[:8])})" if names else " (not set or empty)"),
         remedy=remedy,
     )

@@ -130,7 +130,7 @@ def _run_target(run: RunDir, settings: Sequence[str], checkpoint: int | None, ba
             "the run has no such checkpoint" if steps else "the run has no checkpoint",
             got=folder,
             expected=f"a step of {', '.join(map(str, steps))}" if steps else None,
-            remedy="Use --base to take the base model without adapter",
+            remedy="Name another with --checkpoint" if steps else "Wait for one (train.save_every), or resume the run",
         )
     adapter: Path | None = folder
     if config.train.mode == "full":

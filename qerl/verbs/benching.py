@@ -20,6 +20,9 @@ def bench(
     ],
 ) -> None:
     """Run a benchmark of the source checkout; further options are its own (--help shows them)."""
+    if name in ("-h", "--help"):
+        typer.echo(context.get_help())
+        return
     folder = Path(qerl.__file__).resolve().parents[1] / "benchmarks"
     known = sorted(path.stem for path in folder.glob("*.py")) if folder.is_dir() else []
     if name not in known:

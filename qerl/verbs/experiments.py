@@ -11,7 +11,7 @@ from qerl.errors import ConfigError
 from qerl.metrics.terminal import stderr
 
 MATRIX_EXAMPLES = (
-    "configs/matrix/demo.yaml",
+    "configs/matrix/demo_arms.yaml",
     "configs/matrix/mechanism.yaml --dry-run",
     "configs/matrix/mechanism.yaml --max-minutes 9 --out runs/mechanism",
     "configs/matrix/mechanism.yaml --cell nvfp4-s0",
@@ -72,11 +72,12 @@ def matrix(
     # Without --portable this is a cell's own process, and the one that started it does the talking.
     say = (lambda text: stderr().print(text, markup=False)) if portable else (lambda text: None)
     plan = run_matrix(Path(files[0]), settings, out, orders, say)
-    states = [plan.state(item) for item in plan.cells if not orders.only or item.name in orders.only]
+    chosen = [item for item in plan.cells if not orders.only or item.name in orders.only]
+    states = [plan.state(item) for item in chosen]
     if portable:
         counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
         typer.echo(f"{plan.out}: {counts}")
-    if any(state in ("failed", "invalid") for state in states):
+    if "failed" in states or any(item.problem is not None for item in chosen):
         raise typer.Exit(1)
 
 

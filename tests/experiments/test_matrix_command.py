@@ -64,3 +64,45 @@ def test_ctrl_c_reaches_the_cell_which_stops_after_its_step(tmp_path):
     assert process.wait(timeout=60) == 130
     assert Manifest(tmp_path / "out").cell("plain-s0")["state"] == "stopped"
     assert list((tmp_path / "out" / "portable" / "plain-s0" / "checkpoints").glob("*/portable.npz"))
+
+
+def test_a_mistaken_command_loses_nothing_that_was_reached(tmp_path):
+    """One wrong word, or a data set that is away for a day, must not cost the cells that are done."""
+    out = tmp_path / "out"
+    path = write_matrix(tmp_path, arms=ARMS[:1], set={"train.steps": 1})
+    assert qerl("matrix", path, "--out", out, "--one-process").exit_code == 0
+    before = (out / "matrix.json").read_text()
+    for settings, words in ((["nonsense=1"], "nonsense"), (["data.train=nowhere.jsonl"], "nowhere.jsonl")):
+        result = qerl("matrix", path, *settings, "--out", out)
+        assert result.exit_code == 2, result.output
+        assert "no cell of the matrix can run" in " ".join(result.stderr.split()) and words in result.stderr
+        assert (out / "matrix.json").read_text() == before
+    again = qerl("matrix", path, "--out", out, "--one-process")
+    assert again.exit_code == 0 and "1 finished" in again.output
+
+
+def test_a_cell_that_is_invalid_today_keeps_its_result(tmp_path):
+    out = tmp_path / "out"
+    arms = [ARMS[0], {"name": "other", "set": {"lora.rank": 2}}]
+    path = write_matrix(tmp_path, arms=arms, set={"train.steps": 1}, seeds=[0])
+    assert qerl("matrix", path, "--out", out, "--one-process").exit_code == 0
+    write_matrix(
+        tmp_path, arms=[arms[0], {"name": "other", "set": {"lora.rank": 0}}], set={"train.steps": 1}, seeds=[0]
+    )
+    wrong = qerl("matrix", path, "--out", out, "--one-process")
+    assert wrong.exit_code == 1 and "other-s0: invalid, left out: lora.rank" in " ".join(wrong.stderr.split())
+    assert Manifest(out).cell("other-s0")["state"] == "finished" and Manifest(out).cell("other-s0")["problem"]
+    write_matrix(tmp_path, arms=arms, set={"train.steps": 1}, seeds=[0])
+    again = qerl("matrix", path, "--out", out, "--one-process")
+    assert again.exit_code == 0 and "2 finished" in again.output
+    assert "problem" not in Manifest(out).cell("other-s0")
+
+
+def test_a_matrix_and_a_run_do_not_share_a_folder(tmp_path):
+    out = tmp_path / "out"
+    path = write_matrix(tmp_path, arms=ARMS[:1], set={"train.steps": 1})
+    assert qerl("matrix", path, "--out", out, "--one-process").exit_code == 0
+    train = qerl("train", "configs/demo.yaml", f"run.dir={tmp_path}", "run.name=out", "train.steps=1")
+    assert train.exit_code == 2 and "the run folder is that of a matrix" in " ".join(train.stderr.split())
+    other = qerl("matrix", path, "--out", out / "plain-s0")
+    assert other.exit_code == 2 and "the folder of the matrix holds a run" in " ".join(other.stderr.split())
