@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 from synthetic import SHAPES
+from timing import deciles, device_times
 from torch import Tensor
 
 from qerl.formats import PackedWeight, dequantize, get_format, tiles
@@ -251,7 +252,7 @@ class Bench:
     def _times(self, run: Callable[[], None], calls: int) -> list[float]:
         """Microseconds a call: median, second and eighth decile."""
         if self.device.type == "cpu":
-            return _deciles([_seconds(run) * 1e6 / calls for _ in range(5)])
+            return deciles([_seconds(run) * 1e6 / calls for _ in range(5)])
         # A graph's own start, a few microseconds, is spread over many launches.
         repeats = max(1, 16 // calls)
         stream = torch.cuda.Stream()
@@ -261,15 +262,7 @@ class Bench:
             with torch.cuda.graph(graph, stream=stream):
                 for _ in range(repeats):
                     run()
-        times = []
-        for _ in range(22):
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times.append(1e3 * begin.elapsed_time(end) / (calls * repeats))
-        return _deciles(times[2:])
+        return device_times(graph.replay, calls * repeats)
 
     def _rates(self) -> tuple[float, float]:
         """(bytes a second of a copy, operations a second of a bfloat16 matrix product)."""
@@ -295,11 +288,6 @@ def _seconds(run: Callable[[], Any]) -> float:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter() - start
-
-
-def _deciles(times: list[float]) -> list[float]:
-    tenths = statistics.quantiles(times, n=10)
-    return [statistics.median(times), tenths[1], tenths[7]]
 
 
 def main() -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import Any
 
 import torch
 import triton
+from timing import device_times
 
 from qerl.kernels import philox
 from qerl.kernels.activation import silu_mul
@@ -46,30 +46,7 @@ def captured(*runs: Callable[[], Any], calls: int = 12) -> list[float]:
     with torch.cuda.graph(graph):
         for index in range(calls):
             runs[index % len(runs)]()
-    times = []
-    for _ in range(22):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(1e3 * begin.elapsed_time(end) / calls)
-    tenths = statistics.quantiles(times[2:], n=10)
-    return [statistics.median(times[2:]), tenths[1], tenths[7]]
-
-
-def eager(run: Callable[[], Any], calls: int = 20) -> list[float]:
-    """Microseconds a call: median, second and eighth decile; two calls to warm up."""
-    times = []
-    for _ in range(calls + 2):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        run()
-        end.record()
-        end.synchronize()
-        times.append(1e3 * begin.elapsed_time(end))
-    tenths = statistics.quantiles(times[2:], n=10)
-    return [statistics.median(times[2:]), tenths[1], tenths[7]]
+    return device_times(graph.replay, calls)
 
 
 class Table:
@@ -89,9 +66,9 @@ class Table:
         """Of calls long enough that the host does not count. (Inside graphs a copy ran at 2.8 instead of 4.2 TB/s.)"""
         source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda").random_()
         target = torch.empty_like(source)
-        self.copy_rate = 2 * source.numel() / (eager(lambda: target.copy_(source))[0] * 1e-6)
+        self.copy_rate = 2 * source.numel() / (device_times(lambda: target.copy_(source))[0] * 1e-6)
         a, b = normal(8192, 8192), normal(8192, 8192)
-        self.matrix_rate = 2 * 8192**3 / (eager(lambda: a @ b)[0] * 1e-6)
+        self.matrix_rate = 2 * 8192**3 / (device_times(lambda: a @ b)[0] * 1e-6)
         print(
             f"copy {self.copy_rate / 1e12:.2f} TB/s, matrix product {self.matrix_rate / 1e12:.0f} TFLOP/s", flush=True
         )
@@ -212,7 +189,7 @@ def quantization(table: Table) -> None:
     moved = weight.numel() * (2 + 2 + 0.5625)
     # The check for values that are not finite waits for the device, which a graph cannot do.
     for kernel in ("triton", "reference"):
-        times = eager(lambda k=kernel: quantize(weight, "nvfp4", kernel=k))
+        times = device_times(lambda k=kernel: quantize(weight, "nvfp4", kernel=k))
         table.add(f"quantize nvfp4 [{2 * MLP}, {HIDDEN}], {kernel}", times, moved=moved)
 
 

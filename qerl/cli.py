@@ -7,7 +7,6 @@ stderr and exit code 2, without a traceback. Modules that load torch are importe
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import signal
@@ -25,7 +24,7 @@ from rich.markup import escape
 from typer.core import TyperGroup
 
 from qerl.errors import ConfigError, QerlError, RunStopped
-from qerl.metrics.files import cannot_write
+from qerl.metrics.files import cannot_write, is_full
 from qerl.metrics.terminal import print_facts, progress_bar, stderr, warn
 from qerl.verbs.benching import bench
 from qerl.verbs.evaluation import evaluate
@@ -115,7 +114,7 @@ class _Commands(TyperGroup):
             raise typer.Exit(error.exit_code) from None
         except OSError as error:
             # What a command prints goes to a file on a full disk; anything else is a fault of ours.
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            if not is_full(error):
                 raise
             stderr().print(
                 f"[bold red]error:[/] {cannot_write(Path('the output'), error)}", highlight=False, soft_wrap=True

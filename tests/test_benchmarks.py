@@ -72,3 +72,10 @@ def test_a_benchmark_that_does_not_exist_is_refused_with_the_nearest_name():
     result = CliRunner().invoke(app, ["bench", "stepp"])
     assert result.exit_code == 2
     assert "Did you mean step?" in result.stderr
+
+
+def test_what_benchmarks_share_is_not_offered_as_one():
+    result = CliRunner().invoke(app, ["bench", "synthetic"])
+    assert result.exit_code == 2
+    offered = result.stderr.split("expected one of")[1].split(".")[0]
+    assert "kernels" in offered and "rollout" in offered and "synthetic" not in offered and "timing" not in offered

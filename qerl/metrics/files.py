@@ -75,11 +75,15 @@ def output_errors(path: Path) -> Iterator[None]:
         raise cannot_write(path, error) from error
 
 
+def is_full(error: BaseException) -> bool:
+    """Whether an error of the system, or safetensors' form of one, says that there is no room."""
+    return getattr(error, "errno", None) in _FULL or any(f"(os error {number})" in str(error) for number in _FULL)
+
+
 def cannot_write(path: Path, error: Exception) -> OutputError:
     """The error for a path that cannot be written, with the system's reason."""
-    number = getattr(error, "errno", None)
     # torch and safetensors report a full disk in forms of their own, which do not always say so.
-    full = number in _FULL or not isinstance(error, OSError)
+    full = is_full(error) or not isinstance(error, OSError)
     return OutputError(
         f"{path} cannot be written",
         got=getattr(error, "strerror", None) or str(error),

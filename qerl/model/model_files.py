@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import torch
@@ -34,7 +34,7 @@ SHARD_BYTES = 5_000_000_000
 
 COPIED_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken")
 """Tokenizer, chat template and generation settings."""
-NOT_COPIED = ("config.json", INDEX_FILE, "trainer_state.json", "adapter_config.json")
+_NOT_COPIED = ("config.json", INDEX_FILE, "trainer_state.json", "adapter_config.json")
 
 
 def model_tensors(model: Decoder) -> dict[str, Tensor]:
@@ -85,8 +85,17 @@ def save_model(model: Decoder, folder: str | Path, *, source: str | Path) -> Non
     dtype = str(model.dtype).removeprefix("torch.")
     config = {key: value for key, value in read_json_object(source, "config.json").items() if key != "torch_dtype"}
     _write_json(folder / "config.json", config | {"dtype": dtype})
+    copy_settings(source, folder)
+
+
+def copy_settings(source: Path, folder: Path, *, without: Collection[str] = ()) -> None:
+    """Copy what a model folder holds beside weights and ``config.json``: tokenizer, chat template, generation settings.
+
+    Args:
+        without: names of files that the caller writes itself.
+    """
     for path in sorted(source.iterdir()):
-        if path.is_file() and path.suffix in COPIED_SUFFIXES and path.name not in NOT_COPIED:
+        if path.is_file() and path.suffix in COPIED_SUFFIXES and path.name not in (*_NOT_COPIED, *without):
             shutil.copyfile(path, folder / path.name)
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import math
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -20,9 +18,9 @@ import qerl
 from qerl.errors import CheckpointError, ConfigError, QerlError
 from qerl.formats import get_format
 from qerl.formats.base import check_choices, check_finite
-from qerl.metrics.files import cannot_write
+from qerl.metrics.files import cannot_write, is_full
+from qerl.model.model_files import copy_settings
 from qerl.model.spec import read_json_object
-from qerl.model.tensor_folder import INDEX_FILE
 from qerl.model.tokenizer import load_tokenizer
 from qerl.quantize.comparison import compare
 from qerl.quantize.folding import FOLDS_FILE
@@ -40,10 +38,6 @@ from qerl.quantize.texts import FIELDS, Text, calibration_text, report_text
 QUALITY_FILE = "quality.json"
 RECORD_FILE = "qerl_quantization.json"
 SHARD_BYTES = 2 << 30
-
-# Tokenizer, chat template and generation settings; weights and the files written here are not among them.
-_COPIED_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken")
-_WRITTEN = ("config.json", INDEX_FILE, QUALITY_FILE, RECORD_FILE)
 
 Progress = Callable[[int, int, str], None]
 """Called with (groups done, groups in all, name of the group)."""
@@ -252,7 +246,7 @@ class _Job:
             _check_finite(self.source, name)
         partial.join_shards(others, shard_bytes)
         partial.join_folds(FOLDS_FILE)
-        _copy_files(self.folder, partial.path)
+        copy_settings(self.folder, partial.path, without=(QUALITY_FILE, RECORD_FILE))
         config = read_json_object(self.folder, "config.json")
         config["quantization_config"] = quantization_config(self.request.format)
         _write_json(partial.path / "config.json", config)
@@ -338,20 +332,13 @@ def _cleaning_up(partial: PartialFolder) -> Iterator[None]:
         partial.discard()
         raise
     except (OSError, SafetensorError) as error:
-        full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "os error 28" in str(error)
-        if not full:
+        if not is_full(error):
             raise cannot_write(partial.path, error) from error
         raise CheckpointError(
             f"the disk is full: {partial.out} was not written",
             got=f"{len(partial.records)} layers in {partial.path}",
             remedy="Make room and repeat the command: it goes on after the last layer. Or remove that folder.",
         ) from None
-
-
-def _copy_files(source: Path, out: Path) -> None:
-    for path in sorted(source.iterdir()):
-        if path.is_file() and path.suffix in _COPIED_SUFFIXES and path.name not in _WRITTEN:
-            shutil.copyfile(path, out / path.name)
 
 
 def _write_json(path: Path, content: Any) -> None:

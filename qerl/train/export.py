@@ -23,7 +23,7 @@ from qerl.errors import CheckpointError, ConfigError
 from qerl.metrics.files import whole_folder, write_json
 from qerl.model.adapter_files import ADAPTER_CONFIG, ADAPTER_FILE, adapter_lora_config
 from qerl.model.checkpoint import held_tensors
-from qerl.model.model_files import COPIED_SUFFIXES, SHARD_BYTES
+from qerl.model.model_files import COPIED_SUFFIXES, SHARD_BYTES, copy_settings
 from qerl.model.spec import ModelSpec, read_json_object
 from qerl.model.tensor_folder import INDEX_FILE, SINGLE_FILE, TensorFile
 
@@ -31,7 +31,6 @@ Weights = Literal["plain", "trained"]
 
 PEFT_PREFIX = "base_model.model."
 FACTS_FILE = "qerl_export.json"
-NOT_COPIED = ("config.json", INDEX_FILE, FACTS_FILE, "trainer_state.json", ADAPTER_CONFIG)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,9 +126,7 @@ def merge(
         config = read_json_object(base, "config.json")
         config = {key: value for key, value in config.items() if key not in ("torch_dtype", "quantization_config")}
         write_json(folder / "config.json", config | {"dtype": str(dtype).removeprefix("torch.")})
-        for path in sorted(base.iterdir()):
-            if path.is_file() and path.suffix in COPIED_SUFFIXES and path.name not in NOT_COPIED:
-                shutil.copyfile(path, folder / path.name)
+        copy_settings(base, folder, without=(FACTS_FILE,))
         write_json(folder / FACTS_FILE, {"weights": weights, **(facts or {})})
     return Merged(
         path=out, projections=additions.projections, norms=additions.norms, files=len(set(placed.values())), bytes=total

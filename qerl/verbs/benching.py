@@ -24,7 +24,7 @@ def bench(
         typer.echo(context.get_help())
         return
     folder = Path(qerl.__file__).resolve().parents[1] / "benchmarks"
-    known = sorted(path.stem for path in folder.glob("*.py")) if folder.is_dir() else []
+    known = sorted(path.stem for path in folder.glob("*.py") if '"__main__"' in path.read_text(encoding="utf-8"))
     if name not in known:
         close = nearest(name, known)
         raise ConfigError(

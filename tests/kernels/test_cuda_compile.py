@@ -10,7 +10,7 @@ from qerl.errors import KernelUnavailableError
 from qerl.kernels.cuda import compiler
 from qerl.kernels.fp4_linear import decode, middle
 from qerl.kernels.fp4_linear.geometry import BULK, RING, Variant, decode_geometry
-from qerl.kernels.fp4_linear.workspace import compile_source
+from qerl.kernels.fp4_linear.workspace import compile_source, whole_source
 
 ARCHITECTURES = ("sm_80", "sm_89", "sm_90a", "sm_100a", "sm_120a")
 
@@ -69,10 +69,8 @@ def test_the_second_time_nothing_is_compiled(tmp_path, monkeypatch):
 @pytest.mark.parametrize("columns", [1, 4])
 def test_the_decode_loop_keeps_its_values_in_registers(columns, tmp_path):
     """A few bytes outside the loop are let through; an array in local memory would be hundreds."""
-    folder = compiler.Path(__file__).parents[2] / "qerl" / "kernels" / "fp4_linear" / "cuda"
-    text = "".join((folder / name).read_text("utf-8") for name in ("tile.cuh", "decode.cu"))
     source = tmp_path / "decode.cu"
-    source.write_text(text, encoding="utf-8")
+    source.write_text(whole_source("decode"), encoding="utf-8")
     macros = [f"-D{key}={value}" for key, value in {**decode_macros(columns, 8, RING), "STAGES": 6}.items()]
     command = ["nvcc", "-cubin", "-arch=sm_90", "-Xptxas", "-v", *macros, "-o", str(tmp_path / "out"), str(source)]
     report = subprocess.run(command, capture_output=True, text=True, check=True).stderr

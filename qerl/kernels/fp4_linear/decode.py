@@ -22,7 +22,7 @@ GROUPS = (32, 16, 8)
 
 
 class _Params(ctypes.Structure):
-    """`DecodeParams` of cuda/decode.cu."""
+    """`DecodeParams` of cuda/decode.cuh."""
 
     __slots__ = ()  # a name that is no field is an error
     _fields_ = (

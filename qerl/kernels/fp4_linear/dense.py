@@ -61,14 +61,10 @@ def forward(
 def input_gradient(grad_TO: Tensor, weight: PackedWeight) -> Tensor:
     """dX = dY W_hat [T, I], bfloat16; dequantizes again."""
     values_OI, alphas = values(weight)
-    grad_TI: Tensor | None = None
-    for rows, alpha in alphas:
-        if grad_TI is None:
-            grad_TI = torch.empty(grad_TO.shape[0], weight.shape[1], dtype=grad_TO.dtype, device=grad_TO.device)
-            grad_TI.addmm_(grad_TO[:, rows], values_OI[rows], beta=0.0, alpha=alpha)
-        else:
-            grad_TI.addmm_(grad_TO[:, rows], values_OI[rows], alpha=alpha)
-    assert grad_TI is not None
+    grad_TI = torch.empty(grad_TO.shape[0], weight.shape[1], dtype=grad_TO.dtype, device=grad_TO.device)
+    with _float32_sums():
+        for index, (rows, alpha) in enumerate(alphas):
+            grad_TI.addmm_(grad_TO[:, rows], values_OI[rows], beta=float(index > 0), alpha=alpha)
     return grad_TI
 
 

@@ -17,7 +17,7 @@ MAX_SEGMENTS = 4
 
 
 class Part(ctypes.Structure):
-    """`Part` of cuda/decode.cu and cuda/middle.cu."""
+    """`Part` of cuda/layer.cuh."""
 
     __slots__ = ()  # a name that is no field is an error
     _fields_ = (

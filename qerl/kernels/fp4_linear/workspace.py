@@ -81,8 +81,23 @@ def compiled(device: torch.device, name: str, defines: tuple[tuple[str, int], ..
     return Kernel(compile_source(name, architecture(device), dict(defines), extra), name)
 
 
-def compile_source(name: str, arch: str, defines: Mapping[str, int], extra: str = "") -> bytes:
-    """Machine code of `cuda/name.cu`, with what it needs in front of it."""
+_IN_FRONT = {
+    "dequantize": ("tile",),
+    "decode": ("tile", "layer", "decode"),
+    "decode_bulk": ("tile", "layer", "decode"),
+    "middle": ("tile", "layer"),
+}
+"""Kernel -> the `.cuh` files that its source goes on from; NVRTC is given one text without includes."""
+
+
+def whole_source(name: str, extra: str = "") -> str:
+    """`cuda/name.cu` with what it needs in front of it, and `extra` between them."""
     folder = resources.files("qerl.kernels.fp4_linear") / "cuda"
-    tile, kernel = ((folder / file).read_text(encoding="utf-8") for file in ("tile.cuh", f"{name}.cu"))
-    return compile_cuda(tile + extra + kernel, name=name, arch=arch, defines=defines)
+    files = [*(f"{part}.cuh" for part in _IN_FRONT.get(name, ())), f"{name}.cu"]
+    *front, kernel = ((folder / file).read_text(encoding="utf-8") for file in files)
+    return "".join(front) + extra + kernel
+
+
+def compile_source(name: str, arch: str, defines: Mapping[str, int], extra: str = "") -> bytes:
+    """Machine code of `whole_source(name, extra)`."""
+    return compile_cuda(whole_source(name, extra), name=name, arch=arch, defines=defines)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from qerl.kernels.philox.reference import philox4x32
+from qerl.kernels.philox.reference import uniform_at
 
 BLOCK = 128
 """Tokens per block of the two-level inversion: only the sum of each block and one block a row are summed in float64."""
@@ -77,8 +77,7 @@ def keyed_uniforms(key_3: Tensor, positions_B: Tensor, sample_keys_B: Tensor) ->
     """See `qerl.kernels.sampling.keyed_uniforms`."""
     word0, word1, rollout = key_3.tolist()
     counter = (positions_B, sample_keys_B, torch.full_like(positions_B, rollout), torch.zeros_like(positions_B))
-    first_B = philox4x32(counter, (word0, word1))[0]
-    return (((first_B >> 9).double() + 0.5) * 2.0**-23).float()
+    return uniform_at((word0, word1), counter)
 
 
 def advance_rows(

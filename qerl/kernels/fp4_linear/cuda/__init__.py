@@ -1,9 +1,9 @@
 """The packed linear layer on a CUDA device. What runs, by the number of rows of x (see README.md):
 
-    decode   few rows, tiled NVFP4: one kernel, weight read once, adapters inside
-    large    everything else: one pass of dequantization into scratch, then cuBLAS
+    decode   up to `decode.MOST_ROWS` rows, tiled NVFP4: one kernel, weight read once for a group of rows, adapters inside
+    large    more rows, and MXFP4 and NF4: one pass of dequantization, then cuBLAS
 
-Other formats, other compute types and a dense copy of the caller's go through the plain products of `reference`.
+Unquantized weights, other compute types and a dense copy of the caller's go through the plain products of `reference`.
 """
 
 from __future__ import annotations

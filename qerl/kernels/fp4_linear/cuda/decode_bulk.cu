@@ -13,100 +13,16 @@
 //
 // Compile-time: NT (columns of 8 rows of x), WARPS (main warps), CHUNK (units of a copy), STAGES (copies in a ring), CLUSTER.
 
-constexpr int LORA_WARPS = 4;
-constexpr int LORA_THREADS = 32 * LORA_WARPS;
-constexpr int THREADS = 32 * WARPS + LORA_THREADS;
-constexpr int COLUMNS = 8 * NT;
-constexpr int MAX_PARTS = 4;
-// Independent accumulators of one output, so that one product need not wait for the last.
-constexpr int CHAINS = NT <= 2 ? 2 : 1;
 constexpr int STAGE_BYTES = CHUNK * TILE_BYTES;
 constexpr int RING_BYTES = STAGES * STAGE_BYTES;
 constexpr int BARRIER_BYTES = (WARPS * STAGES + 3 + 15) / 16 * 128;
 
-struct Part {
-  const u16* b;
-  int row_start, row_stop, rank_start, rank;
-  float scale;
-  int unused;
-};
-
-struct DecodeParams {
-  const u8* tiles;
-  const u16* x;
-  void* out;  // bfloat16 or float32 [m, n]
-  const u16* bias;
-  const float* global_scale;
-  const u16* a;
-  int m, n, k, units, row_tiles;
-  int round_tiles, slice_units, rank_slots, groups;
-  int segments, parts, float_out, vectors;
-  u32 scale_base;  // 0x70007000
-  int segment_stop[4];
-  Part part[MAX_PARTS];
-};
-
-struct Shared {
-  u16* x;          // [COLUMNS][stride]
-  float4* slots;   // [CLUSTER][rank_slots][NT][32]: partial sums of the tiles that this block finishes
-  float4* extra;   // [tiles of this block's share of a round][NT][32]: bias + adapters
-  float* factor;   // [tiles of this block's share of a round][16]: lift / G
-  float4* local;   // [LORA_WARPS][2][NT][32]
-  float4* sums;    // [CLUSTER][groups][NT][32]: partial sums of h
-  u16* h;          // [COLUMNS][h_stride]
+// With barriers that count bytes.
+struct Counted : Shared {
   u64* x_ready;    // LORA_THREADS arrivals and the bytes of x
   u64* h_arrived;  // the bytes of `sums`
   u64* arrived;    // the bytes of `slots`, a phase a round
-  int stride, h_stride;
 };
-
-// What a block does: a slice of the inputs of a run of row tiles.
-struct Work {
-  int tile_start, tile_stop, first_unit, slice_units, rank;
-};
-
-// Where part `index` of `of` equal parts of `total` begins.
-__device__ __forceinline__ int share(int index, int of, int total) {
-  return static_cast<int>(static_cast<u32>(index) * static_cast<u32>(total) / static_cast<u32>(of));
-}
-
-// Which of `of` equal parts of `total` holds element `element`.
-__device__ __forceinline__ int holder(int element, int of, int total) {
-  return static_cast<int>((static_cast<u32>(element + 1) * static_cast<u32>(of) - 1) / static_cast<u32>(total));
-}
-
-__device__ __forceinline__ int block_rank() {
-#if CLUSTER > 1
-  u32 rank;
-  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-  return static_cast<int>(rank);
-#else
-  return 0;
-#endif
-}
-
-__device__ __forceinline__ void cluster_sync() {
-#if CLUSTER > 1
-  __syncwarp();
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-#else
-  __syncthreads();
-#endif
-}
-
-// The two halves of a cluster barrier that orders no memory: all blocks have started.
-__device__ __forceinline__ void cluster_arrive() {
-#if CLUSTER > 1
-  __syncwarp();
-  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
-#endif
-}
-
-__device__ __forceinline__ void cluster_wait() {
-#if CLUSTER > 1
-  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-#endif
-}
 
 // Writes to the same place in the shared memory of block `rank` of the cluster, and counts the bytes at its barrier.
 __device__ __forceinline__ void send(float4* place, u64* barrier, int rank, float4 v) {
@@ -118,50 +34,8 @@ __device__ __forceinline__ void send(float4* place, u64* barrier, int rank, floa
                : "memory");
 }
 
-__device__ __forceinline__ void dependencies_wait() {
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-}
-
-__device__ __forceinline__ void dependents_may_start() {
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-}
-
-__device__ __forceinline__ void prefetch(const void* pointer) { asm volatile("prefetch.global.L2 [%0];" ::"l"(pointer)); }
-
-__device__ __forceinline__ void lora_sync() { asm volatile("bar.sync 1, %0;" ::"n"(LORA_THREADS) : "memory"); }
-
-__device__ __forceinline__ void add(float4& sum, float4 v) {
-  sum.x += v.x;
-  sum.y += v.y;
-  sum.z += v.z;
-  sum.w += v.w;
-}
-
-__device__ __forceinline__ bool part_needed(const Part& part, int tile_start, int tile_stop) {
-  return part.row_start < 16 * tile_stop && part.row_stop > 16 * tile_start;
-}
-
-// ---- Adapter warps; `thread` counts them from 0.
-
-// Brings what the adapters will read into the L2 cache, where it stays coherent whatever ran before.
-__device__ void prefetch_adapters(const DecodeParams& p, const Work& w, int thread) {
-  for (int q = 0; q < p.parts; ++q) {
-    const Part& part = p.part[q];
-    if (!part_needed(part, w.tile_start, w.tile_stop)) continue;
-    for (int i = thread; i < part.rank * w.slice_units; i += LORA_THREADS) {
-      const int row = i / w.slice_units, column = (w.first_unit + i - row * w.slice_units) * 64;
-      if (column < p.k) prefetch(p.a + static_cast<long long>(part.rank_start + row) * p.k + column);
-    }
-    const int first = max(16 * w.tile_start, part.row_start), last = min(16 * w.tile_stop, part.row_stop);
-    const long long from = static_cast<long long>(first - part.row_start) * part.rank;
-    const long long elements = static_cast<long long>(last - first) * part.rank;
-    for (long long i = 64ll * (w.rank * LORA_THREADS + thread); i < elements; i += 64ll * CLUSTER * LORA_THREADS)
-      prefetch(part.b + from + i);
-  }
-}
-
 // Loads this block's slice of x. On sm_90 `x_ready` tells when it is there.
-__device__ void load_x(const DecodeParams& p, const Shared& s, const Work& w, int thread) {
+__device__ void load_x(const DecodeParams& p, const Counted& s, const Work& w, int thread) {
   const int rows = p.m < COLUMNS ? p.m : COLUMNS, first = w.first_unit * 64, columns = w.slice_units * 64;
   const int chunks = w.slice_units * 8;
   int fast = 0;  // columns that are copied in bulk
@@ -185,20 +59,9 @@ __device__ void load_x(const DecodeParams& p, const Shared& s, const Work& w, in
   barrier_arrive(s.x_ready);
 }
 
-// Eight values of a row of A, zeros beyond its end and for rows that are not there.
-template <bool VECTORS>
-__device__ __forceinline__ uint4 load_adapter(const DecodeParams& p, const u16* row, int column, bool inside) {
-  if (VECTORS) {
-    uint4 v = make_uint4(0, 0, 0, 0);
-    if (inside && column < p.k) v = __ldg(reinterpret_cast<const uint4*>(row + column));
-    return v;
-  }
-  return inside ? load_row_8(row, column, p.k, false) : make_uint4(0, 0, 0, 0);
-}
-
 // h = A x of the needed parts: two groups of 16 adapter rows at a time, this block's slice of the inputs, sent to the cluster.
 template <bool VECTORS>
-__device__ void shrink(const DecodeParams& p, const Shared& s, const Work& w, int thread) {
+__device__ void shrink(const DecodeParams& p, const Counted& s, const Work& w, int thread) {
   constexpr int STEPS = NT == 1 ? 4 : 2;  // loads of so many steps are under way together
   const int lane = thread & 31, warp = thread >> 5, g = lane >> 2, t = lane & 3;
   // Halves of a unit, 32 inputs each.
@@ -265,7 +128,7 @@ __device__ __forceinline__ int needed_groups(const DecodeParams& p, const Work& 
 }
 
 // Waits for the partial sums of h from all blocks, adds them in order and rounds: bfloat16 in shared memory.
-__device__ void gather_h(const DecodeParams& p, const Shared& s, const Work& w, int thread) {
+__device__ void gather_h(const DecodeParams& p, const Counted& s, const Work& w, int thread) {
   const int fragments = needed_groups(p, w) * NT * 32;
   barrier_wait(smem_address(s.h_arrived), 0);
   for (int i = thread; i < fragments; i += LORA_THREADS) {
@@ -280,80 +143,6 @@ __device__ void gather_h(const DecodeParams& p, const Shared& s, const Work& w, 
     target[s.h_stride + 8] = to_bf16(sum.w);
   }
   lora_sync();
-}
-
-// bias + scale * B h, and lift / G, of the row tiles [first, last), one row tile a warp at a time.
-__device__ void expand(const DecodeParams& p, const Shared& s, const Work& w, int first, int last, int thread) {
-  const int lane = thread & 31, warp = thread >> 5, g = lane >> 2, t = lane & 3;
-  for (int tile = first + warp; tile < last; tile += LORA_WARPS) {
-    const int row = 16 * tile + g;
-    if (lane < 16) {
-      int segment = 0;
-      while (segment + 1 < p.segments && 16 * tile + lane >= p.segment_stop[segment]) ++segment;
-      s.factor[(tile - first) * 16 + lane] = __fdiv_rn(TILE_LIFT, p.global_scale[segment]);
-    }
-    float low = 0, high = 0;
-    if (p.bias != nullptr) {
-      low = row < p.n ? from_bf16(p.bias[row]) : 0;
-      high = row + 8 < p.n ? from_bf16(p.bias[row + 8]) : 0;
-    }
-    float4 out[NT];
-#pragma unroll
-    for (int n = 0; n < NT; ++n) out[n] = make_float4(low, low, high, high);
-    int group = 0;
-    for (int q = 0; q < p.parts; ++q) {
-      const Part& part = p.part[q];
-      if (!part_needed(part, w.tile_start, w.tile_stop)) continue;
-      const int h_start = 16 * group;
-      group += (part.rank + 15) / 16;
-      if (!part_needed(part, tile, tile + 1)) continue;
-      const bool low_inside = row >= part.row_start && row < part.row_stop;
-      const bool high_inside = row + 8 >= part.row_start && row + 8 < part.row_stop;
-      const u16* b_low = part.b + static_cast<long long>(row - part.row_start) * part.rank;
-      const u16* b_high = b_low + 8ll * part.rank;
-      float c[NT][4] = {};
-#pragma unroll 2
-      for (int k = 2 * t; k < part.rank + 2 * t; k += 16) {
-        const bool near = k < part.rank, far = k + 8 < part.rank;
-        u32 a[4];
-        a[0] = low_inside && near ? *reinterpret_cast<const u32*>(b_low + k) : 0;
-        a[1] = high_inside && near ? *reinterpret_cast<const u32*>(b_high + k) : 0;
-        a[2] = low_inside && far ? *reinterpret_cast<const u32*>(b_low + k + 8) : 0;
-        a[3] = high_inside && far ? *reinterpret_cast<const u32*>(b_high + k + 8) : 0;
-#pragma unroll
-        for (int n = 0; n < NT; ++n) {
-          const u16* h = s.h + (8 * n + g) * s.h_stride + h_start + k;
-          mma_m16n8k16(c[n], a, *reinterpret_cast<const u32*>(h), *reinterpret_cast<const u32*>(h + 8));
-        }
-      }
-#pragma unroll
-      for (int n = 0; n < NT; ++n) {
-        out[n].x += part.scale * c[n][0];
-        out[n].y += part.scale * c[n][1];
-        out[n].z += part.scale * c[n][2];
-        out[n].w += part.scale * c[n][3];
-      }
-    }
-#pragma unroll
-    for (int n = 0; n < NT; ++n) s.extra[((tile - first) * NT + n) * 32 + lane] = out[n];
-  }
-}
-
-// ---- Main warps.
-
-// Where the copies of one warp are: a run of units over all rounds.
-struct Producer {
-  const u8* source;
-  int left;          // units of this round
-  int row_left;      // units until the row tile ends
-  int round_tile;    // first row tile of the round
-};
-
-// The flat units [from, to) of one warp in a round of `tiles` row tiles. With fewer units than warps, the last warps have none.
-__device__ __forceinline__ void warp_range(int tiles, const Work& w, int warp, int& from, int& to) {
-  const int total = tiles * w.slice_units, active = min(WARPS, total);
-  from = warp < active ? share(warp, active, total) : total;
-  to = warp < active ? share(warp + 1, active, total) : total;
 }
 
 __device__ __forceinline__ void start_round(const DecodeParams& p, Producer& at, const Work& w, int warp) {
@@ -389,58 +178,6 @@ __device__ __forceinline__ void produce(const DecodeParams& p, Producer& at, con
   }
 }
 
-// One unit: 16 rows x 64 inputs from the ring, times x.
-__device__ __forceinline__ void multiply_unit(uint4 codes, uint2 scales, u32 x_at, u32 x_column, u32 scale_base, float (&c)[CHAINS][NT][4]) {
-  const uint2 low = expand_scales(scales.x, scale_base), high = expand_scales(scales.y, scale_base);
-  u32 b[NT][4], a[4];
-#pragma unroll
-  for (int n = 0; n < NT; ++n) ldmatrix_x4(b[n], x_at + n * x_column);
-  dequantize_step(codes.x, step_scale<0>(low), step_scale<0>(high), a);
-#pragma unroll
-  for (int n = 0; n < NT; ++n) mma_m16n8k16(c[0][n], a, b[n][0], b[n][1]);
-  dequantize_step(codes.y, step_scale<1>(low), step_scale<1>(high), a);
-#pragma unroll
-  for (int n = 0; n < NT; ++n) mma_m16n8k16(c[CHAINS - 1][n], a, b[n][2], b[n][3]);
-#pragma unroll
-  for (int n = 0; n < NT; ++n) ldmatrix_x4(b[n], x_at + n * x_column + 64);
-  dequantize_step(codes.z, step_scale<2>(low), step_scale<2>(high), a);
-#pragma unroll
-  for (int n = 0; n < NT; ++n) mma_m16n8k16(c[0][n], a, b[n][0], b[n][1]);
-  dequantize_step(codes.w, step_scale<3>(low), step_scale<3>(high), a);
-#pragma unroll
-  for (int n = 0; n < NT; ++n) mma_m16n8k16(c[CHAINS - 1][n], a, b[n][2], b[n][3]);
-}
-
-// Where the partial sums of one warp go: to the block that finishes the tile, the next slot for the next tile of the same block.
-struct Delivery {
-  float4* slot;
-  int owner, owner_stop;
-};
-
-__device__ __forceinline__ void address(const DecodeParams& p, const Shared& s, const Work& w, Delivery& to, int tiles, int tile, int warp, int lane) {
-  const int total = tiles * w.slice_units, active = min(WARPS, total);
-  to.owner = holder(tile, CLUSTER, tiles);
-  to.owner_stop = share(to.owner + 1, CLUSTER, tiles);
-  const int first = share(to.owner, CLUSTER, tiles);
-  const int slot = w.rank * p.rank_slots + tile - first + warp - holder(first * w.slice_units, active, total);
-  to.slot = s.slots + slot * NT * 32 + lane;
-}
-
-// Adds the partial sums of (row tile, column of 8) over blocks and warps, in the order of the inputs.
-__device__ __forceinline__ float4 reduce(const DecodeParams& p, const Shared& s, int tiles, int first, int tile, int n, int lane) {
-  float4 sum = make_float4(0, 0, 0, 0);
-#pragma unroll
-  for (int rank = 0; rank < CLUSTER; ++rank) {
-    const int slice = share(rank + 1, CLUSTER, p.units) - share(rank, CLUSTER, p.units);
-    const int total = tiles * slice, active = min(WARPS, total), base = holder(first * slice, active, total);
-    const int from = holder(tile * slice, active, total) - base, to = holder((tile + 1) * slice - 1, active, total) - base;
-    const float4* slot = s.slots + ((rank * p.rank_slots + tile - first + from) * NT + n) * 32 + lane;
-#pragma unroll 2
-    for (int i = from; i <= to; ++i, slot += NT * 32) add(sum, *slot);
-  }
-  return sum;
-}
-
 // Bytes of all partial sums that a round's share [first, last) of row tiles gets.
 __device__ __forceinline__ int share_bytes(const DecodeParams& p, int tiles, int first, int last) {
   int slots = 0;
@@ -455,37 +192,8 @@ __device__ __forceinline__ int share_bytes(const DecodeParams& p, int tiles, int
   return slots * NT * 512;
 }
 
-__device__ __forceinline__ void store(const DecodeParams& p, long long place, float value) {
-  if (p.float_out) {
-    static_cast<float*>(p.out)[place] = value;
-  } else {
-    static_cast<u16*>(p.out)[place] = to_bf16(value);
-  }
-}
-
-// Finishes this block's share of a round: row tiles [first, last) of `tiles`, which begin at row tile `round`.
-__device__ __forceinline__ void finish(const DecodeParams& p, const Shared& s, int round, int tiles, int first, int last, int warp, int lane) {
-  const int g = lane >> 2, t = lane & 3;
-  for (int item = warp; item < (last - first) * NT; item += THREADS / 32) {
-    const int n = item % NT, local = item / NT;
-    const float4 sum = reduce(p, s, tiles, first, first + local, n, lane);
-    const float4 extra = s.extra[(local * NT + n) * 32 + lane];
-    const float low = s.factor[local * 16 + g], high = s.factor[local * 16 + g + 8];
-    const int row = 16 * (round + first + local) + g, column = 8 * n + 2 * t;
-    const long long place = static_cast<long long>(column) * p.n + row;
-    if (row < p.n) {
-      if (column < p.m) store(p, place, sum.x * low + extra.x);
-      if (column + 1 < p.m) store(p, place + p.n, sum.y * low + extra.y);
-    }
-    if (row + 8 < p.n) {
-      if (column < p.m) store(p, place + 8, sum.z * high + extra.z);
-      if (column + 1 < p.m) store(p, place + p.n + 8, sum.w * high + extra.w);
-    }
-  }
-}
-
 // Ends a round in which all partial sums of this block's share have been sent or are on their way: every thread calls it.
-__device__ __forceinline__ void end_round(const DecodeParams& p, const Shared& s, const Work& w, int round, int tiles, int thread) {
+__device__ __forceinline__ void end_round(const DecodeParams& p, const Counted& s, const Work& w, int round, int tiles, int thread) {
   const int first = share(w.rank, CLUSTER, tiles), last = share(w.rank + 1, CLUSTER, tiles);
   __syncthreads();
   barrier_wait(smem_address(s.arrived), (round - w.tile_start) / p.round_tiles & 1);
@@ -501,7 +209,7 @@ __device__ __forceinline__ void end_round(const DecodeParams& p, const Shared& s
   }
 }
 
-__device__ __forceinline__ void adapter_warps(const DecodeParams& p, const Shared& s, const Work& w) {
+__device__ __forceinline__ void adapter_warps(const DecodeParams& p, const Counted& s, const Work& w) {
   const int thread = threadIdx.x - 32 * WARPS;
   prefetch_adapters(p, w, thread);
   __syncthreads();
@@ -525,7 +233,7 @@ __device__ __forceinline__ void adapter_warps(const DecodeParams& p, const Share
   }
 }
 
-__device__ __forceinline__ void main_warps(const DecodeParams& p, const Shared& s, const Work& w, u32 ring, u32 barriers) {
+__device__ __forceinline__ void main_warps(const DecodeParams& p, const Counted& s, const Work& w, u32 ring, u32 barriers) {
   const int thread = threadIdx.x, lane = thread & 31, warp = thread >> 5;
   const u32 row_jump = (p.units - w.slice_units) * TILE_BYTES;
   Producer at = {nullptr, 0, 0, w.tile_start};
@@ -607,7 +315,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_bulk(const __gri
   w.first_unit = share(w.rank, CLUSTER, p.units);
   w.slice_units = share(w.rank + 1, CLUSTER, p.units) - w.first_unit;
 
-  Shared s;
+  Counted s;
   s.stride = p.slice_units * 64 + 8;
   s.h_stride = p.groups * 16 + 8;
   const int share_tiles = (p.round_tiles + CLUSTER - 1) / CLUSTER;

@@ -13,15 +13,7 @@ constexpr int COLUMNS = TOKENS / 8;
 constexpr int MINE = COLUMNS / CLUSTER;
 constexpr int X_BYTES = TOKENS * 128;
 constexpr int STAGE_BYTES = X_BYTES + 8 * TILE_BYTES + 512;  // a multiple of 1024
-constexpr int MAX_PARTS = 4;
 static_assert(STAGE_BYTES % 1024 == 0, "the swizzle of 128 bytes repeats every 1024");
-
-struct Part {
-  const u16* b;
-  int row_start, row_stop, rank_start, rank;
-  float scale;
-  int unused;
-};
 
 struct MiddleParams {
   const u8* tiles;
@@ -37,20 +29,6 @@ struct MiddleParams {
   int segment_stop[4];
   Part part[MAX_PARTS];
 };
-
-__device__ __forceinline__ int share(int index, int of, int total) {
-  return static_cast<int>(static_cast<u32>(index) * static_cast<u32>(total) / static_cast<u32>(of));
-}
-
-__device__ __forceinline__ int block_rank() {
-#if CLUSTER > 1
-  u32 rank;
-  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-  return static_cast<int>(rank);
-#else
-  return 0;
-#endif
-}
 
 // The B operand: [TOKENS][64] bfloat16 rows of 128 bytes, 16-byte chunks of row r at chunk ^ (r & 7), at a multiple of 1024.
 __device__ __forceinline__ u64 operand(u32 address) {
