@@ -32,7 +32,7 @@ def compare_cells(collection: Collection, *, target: float | None = None) -> lis
         target: accuracy set beforehand, for runs that belong to no matrix.
     """
     groups: dict[tuple[str | None, str], list[Cell]] = {}
-    for cell in collection.cells:
+    for cell in map(_with_own_times, collection.cells):
         groups.setdefault((cell.get("matrix"), cell.get("phase", "run")), []).append(cell)
     order = {"final": 0, "run": 1, "tune": 2}
     keys = sorted(groups, key=lambda key: order.get(key[1], 3))
@@ -73,6 +73,20 @@ def _comparison(name: str | None, phase: str, cells: Sequence[Cell], known: Mapp
         notes=(*_notes(cells, with_config), *_spread_notes(arms, plan)),
         machine=_machine(cells),
     )
+
+
+def _with_own_times(cell: Cell) -> Cell:
+    """The cell; without its times if it shared its device with another, for they are not its own."""
+    if not cell.get("shared_device"):
+        return cell
+    none = dict.fromkeys(("train_seconds", "device_seconds", "wall_seconds"))
+    changes = {
+        "train_seconds": None,
+        "stage_seconds": None,
+        "evaluations": [point | none for point in cell["evaluations"]],
+        "curves": {key: curve for key, curve in cell["curves"].items() if not key.startswith("time/")},
+    }
+    return {**cell, **changes}
 
 
 def _by_arm(cells: Sequence[Cell], *, alone: bool) -> dict[str, list[Cell]]:
@@ -277,6 +291,9 @@ def _notes(cells: Sequence[Cell], with_config: Sequence[Cell]) -> list[str]:
         notes.append(f"Went on from a portable checkpoint, and so not bit-exact: {', '.join(carried)}.")
     if any(cell.get("own_process") is False and not cell.get("devices") for cell in cells):
         notes.append("Cells shared a process: the resident peak of each is that of all before it too.")
+    beside = [str(cell["run"]) for cell in cells if cell.get("shared_device")]
+    if beside:
+        notes.append(f"Ran beside other cells on one device, and so counted without times: {', '.join(beside)}.")
     policies = _policy(with_config).split("; ")
     if len(policies) > 1:
         notes.append("The runs were not evaluated under one policy; their accuracies cannot be compared.")

@@ -59,6 +59,11 @@ class Manifest:
         """What is known of a cell; ``state`` is ``waiting`` when nothing is."""
         return {"state": "waiting"} | dict(self.read()["cells"].get(name, {}))
 
+    def note(self, name: str, **facts: Any) -> None:
+        """Add facts about a cell."""
+        with self.change() as value:
+            value["cells"].setdefault(name, {"state": "waiting"}).update(facts)
+
     def set_state(self, name: str, state: State, **facts: Any) -> None:
         """Give a cell a state, the time, and more facts (None removes one)."""
         with self.change() as value:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -16,44 +19,81 @@ if TYPE_CHECKING:
 
 STARTING_SECONDS = 5.0
 """Kept back for importing and checking in the new process."""
+LOOK_SECONDS = 0.1
+"""Between two looks at running processes."""
 
 
-def run_child(plan: Plan, arguments: Sequence[str], seconds: float | None) -> str | None:
-    """Run ``qerl matrix`` on one cell and wait.
-
-    The first Ctrl-C or SIGTERM is passed on once, so that the cell stops after its step; a second one ends it at once.
+class Child:
+    """``qerl matrix`` on one cell in a process of its own, in a session of its own: the terminal's Ctrl-C reaches this process
+    alone, which passes it on once.
 
     Args:
         plan: names the matrix file, its settings and its folder.
-        arguments: what this process shall do, as on the command line.
+        arguments: what the process shall do, as on the command line.
         seconds: time limit; None is without.
+        device: the one GPU that it may see, as ``CUDA_VISIBLE_DEVICES`` names it; None leaves the choice to the cell.
+    """
 
-    Returns:
-        Why it ended badly, or None.
+    def __init__(self, plan: Plan, arguments: Sequence[str], seconds: float | None, device: str | None = None):
+        command = [sys.executable, "-m", "qerl", "matrix", str(plan.path), *plan.settings, "--out", str(plan.out)]
+        command += ["--one-process", "--no-portable", *arguments]
+        if seconds is not None:
+            command += ["--max-minutes", f"{max(seconds - STARTING_SECONDS, 0.0) / 60:.4f}"]
+        environment = os.environ if device is None else {**os.environ, "CUDA_VISIBLE_DEVICES": device}
+        # A file: of several processes none waits until somebody reads its pipe.
+        self._errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 (closed by result)
+        self._process = subprocess.Popen(command, stderr=self._errors, start_new_session=True, env=environment)
+
+    @property
+    def running(self) -> bool:
+        return self._process.poll() is None
+
+    def stop(self) -> None:
+        """Ask it to end after its step."""
+        self._process.terminate()
+
+    def kill(self) -> None:
+        """End it at once."""
+        self._process.kill()
+        self._process.wait()
+
+    def result(self) -> str | None:
+        """Why it ended badly, or None. Its messages are passed on. To be asked once, after it has ended."""
+        code = self._process.wait()
+        self._errors.seek(0)
+        text = self._errors.read()
+        self._errors.close()
+        sys.stderr.write(text)
+        if code in (0, 1):
+            return None
+        if code < 0:
+            return f"the process was ended by {signal.Signals(-code).name}"
+        last = text.strip().splitlines()[-1:] or ["no message"]
+        return f"exit code {code}: {last[0]}"[:2000]
+
+
+def run_child(plan: Plan, arguments: Sequence[str], seconds: float | None) -> str | None:
+    """Run ``qerl matrix`` in a process of its own and wait; returns why it ended badly, or None.
+
+    The first Ctrl-C or SIGTERM is passed on once, so that a cell stops after its step; a second one ends it at once.
+
+    Args:
+        plan: names the matrix file, its settings and its folder.
+        arguments: what the process shall do, as on the command line.
+        seconds: time limit; None is without.
 
     Raises:
         RunStopped: a signal reached this process and was passed on.
     """
-    command = [sys.executable, "-m", "qerl", "matrix", str(plan.path), *plan.settings, "--out", str(plan.out)]
-    command += ["--one-process", "--no-portable", *arguments]
-    if seconds is not None:
-        command += ["--max-minutes", f"{max(seconds - STARTING_SECONDS, 0.0) / 60:.4f}"]
-    # A session of its own: the terminal's Ctrl-C reaches this process alone, which passes it on once.
-    child = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, errors="replace", start_new_session=True)
-    with StopRequest(lambda text: child.terminate()) as stop:
+    child = Child(plan, arguments, seconds)
+    with StopRequest(lambda text: child.stop()) as stop:
         try:
-            _, errors = child.communicate()
+            while child.running:
+                time.sleep(LOOK_SECONDS)
         except KeyboardInterrupt:
             child.kill()
-            child.wait()
             raise
-    if errors:
-        sys.stderr.write(errors)
+    error = child.result()
     if stop.signal_number is not None:
-        raise RunStopped("the running cell was stopped after its step, which is saved", stop.signal_number)
-    if child.returncode in (0, 1):
-        return None
-    if child.returncode < 0:
-        return f"the process was ended by {signal.Signals(-child.returncode).name}"
-    last = errors.strip().splitlines()[-1:] or ["no message"]
-    return f"exit code {child.returncode}: {last[0]}"[:2000]
+        raise RunStopped("the running process was stopped", stop.signal_number)
+    return error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from qerl.experiments.cells import Cell
 from qerl.experiments.choice import choose
 from qerl.experiments.final import evaluate_trained, from_trainer, reopen, wanted
 from qerl.experiments.plan import Plan, open_plan, record_plan
+from qerl.experiments.pool import Pool, visible_devices
 from qerl.experiments.process import run_child
 from qerl.experiments.shared import take_over_before
 from qerl.experiments.summary import write_cell_summary
@@ -33,6 +34,8 @@ FAILURES = (QerlError, RuntimeError, ArithmeticError, AssertionError)
 RESERVED_SECONDS = 20.0
 """Kept back from a time limit for the checkpoint, its portable form and the summaries."""
 DONE = ("finished", "failed", "invalid")
+UNDONE = ("stopped", "trained", "running")
+"""States in which a cell ends when time is up."""
 
 Say = Callable[[str], None]
 
@@ -46,6 +49,8 @@ class Orders:
     max_minutes: float | None = None
     one_process: bool = False
     """Run the cells in this process; otherwise each has one of its own."""
+    jobs: int = 1
+    """Cells at one time, each in a process of its own."""
     retry: bool = False
     """Run failed cells again, from their last checkpoint if they have one."""
     strict: bool = False
@@ -73,26 +78,14 @@ def run_matrix(path: Path, settings: Sequence[str], out: Path | None, orders: Or
         if cell.problem is not None:
             say(f"{cell.name}: invalid, left out: {cell.problem}")
     plan = _find_temperatures(plan, orders, say)
-    tried: set[str] = set()
     stopped: RunStopped | None = None
-    while not orders.match_only:
-        plan = _settle_choices(plan, orders, say)
-        due = [cell for cell in _selected(plan, orders) if cell.name not in tried and _is_due(plan, cell, orders)]
-        if not due:
-            break
-        cell = due[0]
-        if not _has_time(plan, deadline):
-            say("time is up; the same command goes on")
-            break
+    if not orders.match_only:
         try:
-            state = _run_one(plan, cell, orders, deadline)
+            plan = (
+                _run_here(plan, orders, deadline, say) if orders.one_process else _run_pool(plan, orders, deadline, say)
+            )
         except RunStopped as stop:
             stopped = stop
-            break
-        tried.add(cell.name)
-        say(f"{cell.name}: {state}")
-        if state in ("stopped", "trained", "running"):
-            break
     if orders.portable:
         _write_portable(plan)
     if stopped is not None:
@@ -100,7 +93,64 @@ def run_matrix(path: Path, settings: Sequence[str], out: Path | None, orders: Or
     return plan
 
 
+def _run_here(plan: Plan, orders: Orders, deadline: Deadline, say: Say) -> Plan:
+    """One cell after another in this process."""
+    tried: set[str] = set()
+    while True:
+        plan, due = _what_is_due(plan, orders, say, tried)
+        if not due or not _has_time(plan, deadline, say):
+            return plan
+        tried.add(due[0].name)
+        state = run_cell(plan, due[0], deadline, own_process=not orders.portable)
+        say(f"{due[0].name}: {state}")
+        if state in UNDONE:
+            return plan
+
+
+def _run_pool(plan: Plan, orders: Orders, deadline: Deadline, say: Say) -> Plan:
+    """Every cell in a process of its own, as many at one time as ``jobs`` says."""
+    pool = Pool(plan, orders.jobs, visible_devices() if orders.jobs > 1 else ())
+    tried: set[str] = set()
+    over, look = False, True
+    with pool.passing_signals_on() as stopping:
+        while True:
+            over = over or stopping()
+            if look and not over and pool.has_room and (not pool.running or _common_part_is_made(plan)):
+                plan, due = _what_is_due(plan, orders, say, tried)
+                look = bool(due)
+                if due and _has_time(plan, deadline, say):
+                    left = deadline.seconds_left()
+                    tried.add(due[0].name)
+                    seconds = None if left is None else left + RESERVED_SECONDS
+                    pool.start(due[0], ["--retry"] if orders.retry else [], seconds)
+                    continue
+                over = bool(due)
+            if not pool.running:
+                return plan
+            pool.wait()
+            for cell, error in pool.take_ended():
+                state = _ended(plan, cell, error)
+                say(f"{cell.name}: {state}")
+                look, over = True, over or state in UNDONE
+
+
+def _common_part_is_made(plan: Plan) -> bool:
+    """Whether a cell has made its first step: what all cells share, the probe set, is then there to be taken over."""
+    begun = [run for cell in plan.cells if (run := plan.run(cell)).metrics_path.exists()]
+    for run in begun:
+        _share_probe(plan, run)
+    return bool(begun)
+
+
+def _what_is_due(plan: Plan, orders: Orders, say: Say, tried: Collection[str]) -> tuple[Plan, list[Cell]]:
+    """The plan with what trials have chosen since, and the cells that are to be run now."""
+    plan = _settle_choices(plan, orders, say)
+    return plan, [cell for cell in _selected(plan, orders) if cell.name not in tried and _is_due(plan, cell, orders)]
+
+
 def _check_orders(plan: Plan, orders: Orders) -> None:
+    if orders.jobs > 1 and orders.one_process:
+        raise ConfigError("cells in one process run one after another", got=f"--jobs {orders.jobs} --one-process")
     names = [cell.name for cell in plan.cells]
     for name in orders.only:
         if name not in names:
@@ -123,8 +173,8 @@ def _is_due(plan: Plan, cell: Cell, orders: Orders) -> bool:
     return cell.problem is None and not cell.pending and (state not in DONE or (state == "failed" and orders.retry))
 
 
-def _has_time(plan: Plan, deadline: Deadline) -> bool:
-    """Whether a cell can be set up, evaluated and make a few steps, going by the cells before it."""
+def _has_time(plan: Plan, deadline: Deadline, say: Say) -> bool:
+    """Whether a cell can be set up, evaluated and make a few steps, going by the cells before it; says so if not."""
     left = deadline.seconds_left()
     if left is None:
         return True
@@ -132,15 +182,14 @@ def _has_time(plan: Plan, deadline: Deadline) -> bool:
     for cell in plan.cells:
         rows = plan.run(cell).read_metrics()[:2] if plan.run(cell).metrics_path.exists() else []
         known += [float(row["time/elapsed"]) + 3 * float(row["time/step"]) for row in rows[1:] if "time/elapsed" in row]
-    return left > max(known, default=0.0)
+    enough = left > max(known, default=0.0)
+    if not enough:
+        say("time is up; the same command goes on")
+    return enough
 
 
-def _run_one(plan: Plan, cell: Cell, orders: Orders, deadline: Deadline) -> str:
-    if orders.one_process:
-        return run_cell(plan, cell, deadline, own_process=not orders.portable)
-    left = deadline.seconds_left()
-    arguments = ["--cell", cell.name, *(["--retry"] if orders.retry else [])]
-    error = run_child(plan, arguments, None if left is None else left + RESERVED_SECONDS)
+def _ended(plan: Plan, cell: Cell, error: str | None) -> str:
+    """State of a cell whose process has ended, and why badly."""
     state = plan.state(cell)
     if state == "running" or (state == "waiting" and error is not None):
         # The process ended without a word of its own: killed, or out of memory.

@@ -61,6 +61,7 @@ def write_cell_summary(plan: Plan, cell: Cell) -> None:
         "state": entry["state"],
         "error": entry.get("error") or entry.get("problem"),
         "own_process": entry.get("own_process"),
+        "shared_device": entry.get("shared_device", False),
         "target": matrix.target.model_dump(),
         "collapsed_below": matrix.collapsed_below,
         "matched": plan.manifest.read()["matched"].get(cell.group),

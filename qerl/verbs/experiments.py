@@ -15,6 +15,7 @@ MATRIX_EXAMPLES = (
     "configs/matrix/mechanism.yaml --dry-run",
     "configs/matrix/mechanism.yaml --max-minutes 9 --out runs/mechanism",
     "configs/matrix/mechanism.yaml --cell nvfp4-s0",
+    "configs/matrix/mechanism.yaml --jobs 4",
 )
 RESULTS_EXAMPLES = ("results/mechanism", "runs/mechanism --write results")
 
@@ -38,11 +39,17 @@ def matrix(
     one_process: Annotated[
         bool, typer.Option("--one-process", help="Run cells in this process: starts faster, shares memory and crashes.")
     ] = False,
+    jobs: Annotated[
+        int,
+        typer.Option(
+            metavar="N", min=1, help="Cells at one time, spread over the GPUs; those beside others count without times."
+        ),
+    ] = 1,
     portable: Annotated[
         bool, typer.Option("--portable/--no-portable", help="At the end, write DIR/portable to go on elsewhere.")
     ] = True,
 ) -> None:
-    """Run the cells of a matrix one after another; the same command goes on where it stopped.
+    """Run the cells of a matrix, one after another or --jobs at one time; the same command goes on where it stopped.
 
     Invalid cells are listed before any work and the others run. Failed cells are kept and shown. Exit code 1 if there is
     one of either.
@@ -64,6 +71,7 @@ def matrix(
         only=tuple(cell or ()),
         max_minutes=max_minutes,
         one_process=one_process,
+        jobs=jobs,
         retry=retry,
         strict=strict,
         match_only=match,

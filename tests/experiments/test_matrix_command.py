@@ -52,18 +52,19 @@ def test_a_cell_has_a_process_of_its_own_and_the_results_are_a_table(tmp_path):
     assert (tmp_path / "results" / "small" / "plain-s0" / "summary.json").exists()
 
 
-def test_ctrl_c_reaches_the_cell_which_stops_after_its_step(tmp_path):
-    path = write_matrix(tmp_path, arms=[ARMS[0]], set={"train.steps": 400})
-    command = [sys.executable, "-m", "qerl", "matrix", str(path), "--out", str(tmp_path / "out")]
+def test_ctrl_c_reaches_every_running_cell_which_stops_after_its_step(tmp_path):
+    path = write_matrix(tmp_path, set={"train.steps": 400})
+    command = [sys.executable, "-m", "qerl", "matrix", str(path), "--out", str(tmp_path / "out"), "--jobs", "2"]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    metrics = tmp_path / "out" / "plain-s0" / "metrics.jsonl"
+    metrics = tmp_path / "out" / "noisy-s0" / "metrics.jsonl"
     deadline = time.monotonic() + 120
     while not (metrics.exists() and metrics.read_text().count("\n") > 2) and time.monotonic() < deadline:
         time.sleep(0.1)
     os.kill(process.pid, signal.SIGINT)
     assert process.wait(timeout=60) == 130
-    assert Manifest(tmp_path / "out").cell("plain-s0")["state"] == "stopped"
-    assert list((tmp_path / "out" / "portable" / "plain-s0" / "checkpoints").glob("*/portable.npz"))
+    for name in ("plain-s0", "noisy-s0"):
+        assert Manifest(tmp_path / "out").cell(name)["state"] == "stopped"
+        assert list((tmp_path / "out" / "portable" / name / "checkpoints").glob("*/portable.npz"))
 
 
 def test_a_mistaken_command_loses_nothing_that_was_reached(tmp_path):

@@ -290,6 +290,32 @@ def test_a_folder_that_the_matrix_did_not_make_is_left_alone(tmp_path):
     assert (tmp_path / "out" / "plain-s0" / "thesis.txt").exists()
 
 
+def test_cells_at_one_time_learn_what_they_learn_alone_and_are_counted_without_times(tmp_path, done):
+    """Four cells, two at a time: the same numbers as cells one after another, and no time that two of them shared."""
+    path = write_matrix(tmp_path, seeds=[0, 1], compare=[["plain", "noisy"]])
+    said: list[str] = []
+    plan = run_matrix(path, ["optim.lr=1e-3"], tmp_path / "out", Orders(jobs=2), said.append)
+    assert set(states(plan).values()) == {"finished"} and len(said) == 4
+    alone, _ = done
+    for name in ("plain", "noisy"):
+        before, beside = (
+            RunDir(folder / cell).read_metrics()
+            for folder, cell in ((alone.out, f"{name}-lr0.001-s0"), (plan.out, f"{name}-s0"))
+        )
+        assert [row.get("reward") for row in before] == [row.get("reward") for row in beside]
+        assert [row.get("grad_norm") for row in before] == [row.get("grad_norm") for row in beside]
+    probes = {plan.run(cell).probe_path.read_text() for cell in plan.cells}
+    assert probes == {RunDir(plan.out).probe_path.read_text()}
+    (comparison,) = compare_cells(read_cells([plan.out]))
+    shared = [cell.name for cell in plan.cells if plan.manifest.cell(cell.name).get("shared_device")]
+    assert "plain-s0" in shared and any(", ".join(shared) in note for note in comparison.notes)
+    for arm in comparison.arms:
+        for row in arm.seeds:
+            assert row.after is not None and (row.device_seconds is None) == (row.name in shared)
+    with pytest.raises(ConfigError, match="one after another"):
+        run_matrix(path, [], tmp_path / "other", Orders(jobs=2, one_process=True), quiet)
+
+
 def test_retrying_runs_a_failed_cell_once_more(tmp_path):
     path = write_matrix(tmp_path, arms=[ARMS[0]])
     Manifest(tmp_path / "out").set_state("plain-s0", "failed", error="out of memory")

@@ -1,0 +1,99 @@
+"""Cells in processes of their own, several at one time, spread over the GPUs of the machine."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from qerl.errors import RunStopped
+from qerl.experiments.cells import Cell
+from qerl.experiments.plan import Plan
+from qerl.experiments.process import LOOK_SECONDS, Child
+from qerl.train.stop import StopRequest
+
+
+def visible_devices() -> tuple[str, ...]:
+    """The GPUs that this process may use, as ``CUDA_VISIBLE_DEVICES`` names them; none without a GPU."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if named is not None:
+        return tuple(part.strip() for part in named.split(",") if part.strip()) if torch.cuda.is_available() else ()
+    return tuple(map(str, range(torch.cuda.device_count())))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Running:
+    """A cell at work."""
+
+    cell: Cell
+    child: Child
+    device: str | None
+
+
+class Pool:
+    """Starts cells and waits for them; a cell that runs beside another on one device is marked in the manifest, for its times
+    are not its own.
+
+    Args:
+        plan: the matrix.
+        jobs: most cells at one time.
+        devices: GPUs to spread them over, least used first; none leaves the choice to the cells.
+    """
+
+    def __init__(self, plan: Plan, jobs: int, devices: Sequence[str]):
+        self._plan, self._jobs, self._devices = plan, jobs, tuple(devices)
+        self.running: list[Running] = []
+
+    @property
+    def has_room(self) -> bool:
+        return len(self.running) < self._jobs
+
+    def start(self, cell: Cell, arguments: Sequence[str], seconds: float | None) -> None:
+        """Begin a cell on the device with the fewest."""
+        device = min(self._devices, key=self._load, default=None)
+        beside = [other for other in self.running if other.device == device]
+        if beside:
+            for name in (cell.name, *(other.cell.name for other in beside)):
+                self._plan.manifest.note(name, shared_device=True)
+        child = Child(self._plan, ["--cell", cell.name, *arguments], seconds, device)
+        self.running.append(Running(cell=cell, child=child, device=device))
+
+    def _load(self, device: str) -> int:
+        return sum(other.device == device for other in self.running)
+
+    def take_ended(self) -> list[tuple[Cell, str | None]]:
+        """Cells whose process has ended since the last call, each with why it ended badly."""
+        ended = [entry for entry in self.running if not entry.child.running]
+        self.running = [entry for entry in self.running if entry not in ended]
+        return [(entry.cell, entry.child.result()) for entry in ended]
+
+    @contextmanager
+    def passing_signals_on(self) -> Iterator[Callable[[], bool]]:
+        """Within it the first Ctrl-C or SIGTERM stops every cell after its step, and a second one ends them at once. Yields
+        whether a signal has come.
+
+        Raises:
+            RunStopped: at the end, if one has come.
+        """
+
+        def stop_all(text: str) -> None:
+            for entry in self.running:
+                entry.child.stop()
+
+        with StopRequest(stop_all) as stop:
+            try:
+                yield lambda: stop.requested
+            except BaseException:
+                for entry in self.running:
+                    entry.child.kill()
+                raise
+        if stop.signal_number is not None:
+            raise RunStopped("running cells were stopped after their step, which is saved", stop.signal_number)
+
+    def wait(self) -> None:
+        """A moment between two looks."""
+        time.sleep(LOOK_SECONDS)
