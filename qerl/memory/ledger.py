@@ -14,6 +14,7 @@ masters           full mode: float32 copies of weights that are narrower
 optimizer         AdamW moments, two a trained parameter: float32, or 8 bits with a float32 scale a block of 256
 kv_cache          keys and values, where they are kept between rollouts (a GPU, ``rollout.keep_cache``)
 workspace         on a GPU: cuBLAS, and room for the largest NVFP4 weight dequantized; again for captured steps of many rows
+batch             tokens of a rollout packed for learning, with their positions, targets and recorded log-probs
 ================  =====================================================================================
 
 Owners of a phase: ``kv_cache`` otherwise and ``noise`` (rollout), ``gradients`` (backward, optimizer: float32, one a trained parameter),
@@ -36,8 +37,11 @@ from qerl.memory.shapes import ITEMSIZE, StoredGroup
 from qerl.model.spec import ModelSpec
 
 PHASES = ("load", "rollout", "logprobs", "backward", "optimizer")
-CUDA_WORKSPACE = 70_000_000
-"""cuBLAS on Hopper: 32 MiB a handle, and 32 MiB of cuBLASLt."""
+CUBLAS_WORKSPACE, CUBLAS_USERS = 1 << 25, 3
+"""cuBLAS on Hopper, for each of: the main thread, autograd's thread, the stream on which decode steps are captured."""
+BATCH_BYTES, BATCH_ANSWER_BYTES = 24, 32
+"""Of a token in a packed batch: id, position and sequence, int64; more for one of an answer: where it is predicted, target and
+sequence, int64, two log-probs."""
 DECODE_ROWS = 64
 """Most rows for which the NVFP4 kernels read a packed weight as it is (``kernels.fp4_linear.decode``)."""
 LOGITS_HELD = 1
@@ -108,6 +112,7 @@ def predict(config: Config, spec: ModelSpec, *, device_type: str) -> Ledger:
     gradients = 4 * sum(trained)
     kv_cache = {"kv_cache": kv_bytes(config, spec, device_type)}
     kept = device_type == "cuda" and config.rollout.keep_cache != "off"
+    batch = _batch(config)
     resident = {
         "base_weights": shapes.weight_bytes(stored, itemsize) + biases * itemsize,
         "dense_cache": shapes.dense_cache_elements(config, spec, stored, device_type) * itemsize,
@@ -128,28 +133,49 @@ def predict(config: Config, spec: ModelSpec, *, device_type: str) -> Ledger:
             "noise": _rollout_noise(config, spec),
             "working": _sampling(config, spec, itemsize),
         },
-        "logprobs": {"working": _scoring(config, spec, itemsize)},
+        "logprobs": {"batch": batch, "working": _scoring(config, spec, itemsize)},
         "backward": {
-            "gradients": gradients,
-            "activations": _activations(config, spec, itemsize, device_type),
+            **_end_of_pass(config, spec, gradients, _activations(config, spec, itemsize, device_type)),
+            "batch": batch,
             "working": _backward_working(config, spec, itemsize, device_type),
         },
-        "optimizer": {"gradients": gradients},
+        "optimizer": {"gradients": gradients, "batch": batch},
     }
     return Ledger(resident=resident, phases=phases)
 
 
 def micro_batch_tokens(config: Config) -> int:
     """T: most tokens of one micro-batch; the budget, or all that a mini-batch can have."""
+    return min(config.pass_tokens, mini_batch_tokens(config))
+
+
+def mini_batch_tokens(config: Config) -> int:
+    """Most tokens that one update is made from."""
     groups = -(-config.rollout.prompts_per_step // config.optim.updates_per_rollout)
-    longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
-    return min(config.pass_tokens, groups * config.rollout.group_size * longest)
+    return groups * config.rollout.group_size * (config.rollout.max_prompt_tokens + config.rollout.max_new_tokens)
+
+
+def _batch(config: Config) -> int:
+    """All answers of a rollout, which are packed before the first update."""
+    rollout = config.rollout
+    token = BATCH_BYTES * rollout.max_prompt_tokens + (BATCH_BYTES + BATCH_ANSWER_BYTES) * rollout.max_new_tokens
+    return rollout.prompts_per_step * rollout.group_size * token
+
+
+def _end_of_pass(config: Config, spec: ModelSpec, gradients: int, activations: int) -> dict[str, int]:
+    """Gradients and activations at the widest moment of a backward pass. All gradients are there from the second micro-batch on; in
+    a single one they come layer by layer while activations go, so it is the pass's beginning or its end."""
+    first, last = -(-gradients // spec.num_layers), -(-activations // spec.num_layers)
+    if mini_batch_tokens(config) > config.pass_tokens or gradients + last >= first + activations:
+        later = activations if mini_batch_tokens(config) > config.pass_tokens else last
+        return {"gradients": gradients, "activations": later}
+    return {"gradients": first, "activations": activations}
 
 
 def _workspace(config: Config, stored: Sequence[StoredGroup]) -> int:
     """The scratch is bfloat16, and as large as the largest weight it serves. A captured step that needs it has one of its own."""
     tiled = max((rows * columns for name, (rows, columns), _ in stored if name == "nvfp4"), default=0)
-    return CUDA_WORKSPACE + 2 * tiled * (2 if config.decode_slots > DECODE_ROWS else 1)
+    return CUBLAS_USERS * CUBLAS_WORKSPACE + 2 * tiled * (2 if config.decode_slots > DECODE_ROWS else 1)
 
 
 def kv_bytes(config: Config, spec: ModelSpec, device_type: str) -> int:
@@ -202,11 +228,17 @@ def _scoring(config: Config, spec: ModelSpec, itemsize: int) -> int:
         return 0
     tokens = micro_batch_tokens(config)
     layer = _forward_values(spec) * tokens * itemsize + _unpacked(config, spec, itemsize)
-    return max(layer, _head_working(spec, tokens, itemsize))
+    return _rotation(spec, tokens) + max(layer, _head_working(spec, tokens, itemsize))
+
+
+def _rotation(spec: ModelSpec, tokens: int) -> int:
+    """Cosines and sines of the tokens of a pass, float32."""
+    return 2 * 4 * spec.head_dim * tokens
 
 
 def _forward_values(spec: ModelSpec) -> int:
-    """Values a token at the widest moment of a layer without gradients: gate, up and their product, the stream and two more."""
+    """Values a token at the widest moment of a layer without gradients: gate, up and their product, and the stream with the last
+    layer's output before and after the layer."""
     return 3 * spec.intermediate_size + 4 * spec.hidden_size
 
 
@@ -274,4 +306,4 @@ def _backward_working(config: Config, spec: ModelSpec, itemsize: int, device_typ
     if config.train.checkpointing == "full":
         # The stream before the layer is kept already.
         again = (_layer_bytes(config, spec, itemsize, device_type) - hidden * itemsize) * tokens
-    return max(_head_working(spec, tokens, itemsize), again + flow)
+    return _rotation(spec, tokens) + max(_head_working(spec, tokens, itemsize), again + flow)

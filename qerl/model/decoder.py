@@ -87,7 +87,10 @@ class DecoderLayer(nn.Module):
         call = (noise, adapters, reference, selective)
         qkv_TX, stream_TD = self._normed("attn_norm", self.qkv, x_TD, residual_TD, *call)
         o_TD = self._attention(qkv_TX, rotation, context, noise, adapters)
+        del qkv_TX
         gate_up_TX, stream_TD = self._normed("mlp_norm", self.gate_up, o_TD, stream_TD, *call)
+        # Names keep tensors alive: without gradients the widest moment is the next.
+        del o_TD
         inner_TF = silu_mul(gate_up_TX)
         with made_again(inner_TF, partial(silu_mul, gate_up_TX.detach())) if selective else kept_here():
             return self.down.stacked(inner_TF, adapters), stream_TD

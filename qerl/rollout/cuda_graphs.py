@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable
+from functools import cache
 
 import torch
 
@@ -26,7 +27,7 @@ class GraphPool:
         self.capture_seconds = 0.0
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
         self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream(device)
+        self._stream = _capture_stream(device)
 
     def run(self, key: Hashable, step: Callable[[], None]) -> None:
         """Do one step: as it is the first time (which compiles what there is to compile) and captured then, later from the graph.
@@ -56,3 +57,9 @@ class GraphPool:
             finally:
                 graph.capture_end()
         return graph
+
+
+@cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """The one stream of a device that steps are captured on: cuBLAS keeps a workspace (32 MiB) for every stream that it has seen."""
+    return torch.cuda.Stream(device)

@@ -32,13 +32,15 @@ class StageTimer:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Time the block and charge it to ``name``, one of :data:`STAGES`."""
+        """Time the block and charge it to ``name``, one of :data:`STAGES`. On a GPU the stage ends when its work there has ended."""
         assert name in STAGES, f"unknown stage {name!r}"
         start = time.perf_counter()
         self.peaks.begin()
         try:
             yield
         finally:
+            if self.peaks.device.type == "cuda":
+                torch.cuda.synchronize(self.peaks.device)
             seconds = time.perf_counter() - start
             self.peaks.end(name)
             self.step[name] += seconds

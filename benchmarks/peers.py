@@ -1,0 +1,70 @@
+"""The training step of other libraries: peft and transformers, on a bfloat16 base or on one that bitsandbytes packs as NF4."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from training import GB, operations, rated, synchronize
+
+from qerl.config.schema import PROJECTIONS
+from qerl.model.spec import ModelSpec
+
+
+def peft_passes(
+    spec: ModelSpec, device: torch.device, *, nf4: bool, sequences: int, prompt: int, answer: int, repeats: int = 3
+) -> dict[str, Any]:
+    """Forward and backward pass with gradient checkpointing, SDPA and the loss on the answers; rank 32 on all seven projections."""
+    import peft
+    import transformers
+
+    config = transformers.Qwen2Config(
+        vocab_size=spec.vocab_size, hidden_size=spec.hidden_size, intermediate_size=spec.intermediate_size,
+        num_hidden_layers=spec.num_layers, num_attention_heads=spec.num_heads, num_key_value_heads=spec.num_kv_heads,
+        max_position_embeddings=spec.max_positions, tie_word_embeddings=spec.tie_embeddings,
+    )  # fmt: skip
+    with device:
+        base = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
+    if nf4:
+        pack_linears(base, device)
+    base.gradient_checkpointing_enable({"use_reentrant": False})
+    base.enable_input_require_grads()
+    model = peft.get_peft_model(base, peft.LoraConfig(r=32, lora_alpha=32, target_modules=list(PROJECTIONS)))
+    model.train()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    ids = torch.randint(spec.vocab_size, (sequences, prompt + answer), device=device)
+    labels = ids.clone()
+    labels[:, :prompt] = -100
+    seconds = []
+    for _ in range(1 + repeats):
+        synchronize(device)
+        began = time.perf_counter()
+        model(input_ids=ids, labels=labels).loss.backward()
+        synchronize(device)
+        seconds.append(time.perf_counter() - began)
+    counted = operations(spec, "full", sequences, prompt, answer)["backward"]
+    peak = torch.cuda.max_memory_allocated(device) / GB if device.type == "cuda" else 0.0
+    return {"backward": rated(seconds[1:], counted), "allocated_gb": peak}
+
+
+def pack_linears(base: Any, device: torch.device) -> None:
+    """Every linear layer of the decoder as bitsandbytes' NF4 with packed scales, the way peft expects it."""
+    import bitsandbytes
+
+    for layer in base.model.layers:
+        for block in (layer.self_attn, layer.mlp):
+            for name, linear in list(block.named_children()):
+                if not isinstance(linear, torch.nn.Linear):
+                    continue
+                packed = bitsandbytes.nn.Linear4bit(
+                    linear.in_features, linear.out_features, linear.bias is not None, compute_dtype=torch.bfloat16,
+                    quant_type="nf4", device="meta",
+                )  # fmt: skip
+                packed.weight = bitsandbytes.nn.Params4bit(
+                    linear.weight.data, requires_grad=False, quant_type="nf4", compress_statistics=True
+                )
+                packed.bias = linear.bias
+                setattr(block, name, packed.to(device))
+    base.is_loaded_in_4bit = True

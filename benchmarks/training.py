@@ -1,0 +1,173 @@
+"""What the benchmarks of training share: models and answers of random numbers, operations by count, the memory of a process."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import subprocess
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from synthetic import model_spec
+
+from qerl import memory
+from qerl.config.load import load_config
+from qerl.config.schema import Config
+from qerl.kernels import dispatch
+from qerl.model.decoder import Decoder
+from qerl.model.spec import ModelSpec
+from qerl.objective.batch import Sample
+from qerl.records import Completion, Prompt
+from qerl.train.learn import learn
+from qerl.train.optimizer import MasterOptimizer
+from qerl.train.timing import StageTimer
+
+PEAK_FLOPS = 790e12
+GB = 1e9
+STAGES = ("logprobs", "backward", "optimizer")
+TINY = {
+    "model_type": "qwen2",
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+}
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def spec_of(size: str, *, tiny: bool) -> ModelSpec:
+    """Shapes of a Qwen2.5, or toy ones."""
+    return ModelSpec.from_config(TINY) if tiny else model_spec(size)
+
+
+def settings(
+    format: str, checkpointing: str, *, prompts: int, prompt: int, answer: int, budget: int, more: Sequence[str] = ()
+) -> Config:
+    """A configuration of so many prompts with eight answers each, with a pass of its own for the log-probs of the sampling policy
+    and keys and values given back while it learns."""
+    return load_config(
+        None,
+        [
+            f"quant.format={format}", f"train.checkpointing={checkpointing}", f"train.token_budget={max(budget, prompt + answer)}",
+            f"rollout.prompts_per_step={prompts}", "rollout.group_size=8", f"rollout.max_prompt_tokens={prompt}",
+            f"rollout.max_new_tokens={answer}", "objective.denominator=recomputed", "rollout.keep_cache=off",
+            "aqn.enabled=false", *more,
+        ],
+    )  # fmt: skip
+
+
+def tokens(generator: torch.Generator, spec: ModelSpec, length: int) -> tuple[int, ...]:
+    return tuple(torch.randint(spec.vocab_size, (length,), generator=generator).tolist())
+
+
+def questions(spec: ModelSpec, count: int, length: int) -> list[Prompt]:
+    """Prompts of random tokens."""
+    generator = torch.Generator().manual_seed(0)
+    return [
+        Prompt(id=str(index), question="", answer="", text="", token_ids=tokens(generator, spec, length))
+        for index in range(count)
+    ]
+
+
+def random_answers(spec: ModelSpec, prompts: Sequence[Prompt], lengths: Sequence[int]) -> list[Completion]:
+    """Eight answers of random tokens to each prompt, of the given lengths."""
+    generator = torch.Generator().manual_seed(1)
+    return [
+        Completion(
+            prompt=prompts[key // 8], sample_key=key, token_ids=tokens(generator, spec, length), text="", stop_reason="length",
+            behavior_logprobs=(-11.9,) * length, sampler_logprobs=(-11.9,) * length,
+        )
+        for key, length in enumerate(lengths)
+    ]  # fmt: skip
+
+
+def samples(answers: Sequence[Completion]) -> list[list[Sample]]:
+    """Answers by group of eight, with advantages of both signs."""
+    items = [Sample(completion=c, advantage=(-1.0) ** key, in_loss=True) for key, c in enumerate(answers)]
+    return [items[start : start + 8] for start in range(0, len(items), 8)]
+
+
+def learned(
+    config: Config, model: Decoder, optimizer: MasterOptimizer, answers: Sequence[Completion], timer: StageTimer
+) -> StageTimer:
+    """One update."""
+    learn(config, model, optimizer, samples(answers), noise=None, completed=0, timer=timer)
+    return timer
+
+
+def operations(spec: ModelSpec, checkpointing: str, sequences: int, prompt: int, answer: int) -> dict[str, float]:
+    """Floating-point operations of a micro-batch, by stage."""
+    every, answers = sequences * (prompt + answer), sequences * answer
+    linears = spec.num_layers * sum(group.out_features * group.in_features for group in spec.groups())
+    head = spec.vocab_size * spec.hidden_size
+    # Scores and weighted sum, the causal half: 4 q L^2 / 2 a layer and sequence, once forward and twice backward.
+    attention = 2 * spec.num_layers * spec.q_size * sequences * (prompt + answer) ** 2
+    again = 1 if checkpointing == "full" else 0
+    return {
+        "logprobs": 2 * linears * every + 2 * head * answers + attention,
+        "backward": (4 + 2 * again) * linears * every + 4 * head * answers + (3 + again) * attention,
+    }
+
+
+def rated(seconds: Sequence[float], counted: float | None) -> dict[str, Any]:
+    """Median and all of some times, with what they say of the matrix units."""
+    middle = statistics.median(seconds)
+    row: dict[str, Any] = {"seconds": middle, "all": list(seconds)}
+    if counted is not None:
+        row |= {"tflops": counted / middle / 1e12, "share_of_790": counted / middle / PEAK_FLOPS}
+    return row
+
+
+def compare(config: Config, spec: ModelSpec, timer: StageTimer, stages: Sequence[str] = STAGES) -> dict[str, Any]:
+    """Predicted and measured peaks by stage, GB."""
+    ledger = memory.predict(config, spec, device_type="cuda")
+    rows: dict[str, Any] = {}
+    for stage in stages:
+        peaks = timer.peaks.run.get(stage, {"allocated": 0, "reserved": 0})
+        predicted = ledger.total(stage)
+        rows[stage] = {
+            "predicted": predicted / GB,
+            "allocated": peaks["allocated"] / GB,
+            "reserved": peaks["reserved"] / GB,
+            "error": predicted / peaks["allocated"] - 1 if peaks["allocated"] else None,
+        }
+    return rows
+
+
+def cap(device: torch.device, gigabytes: float | None) -> None:
+    """Memory that the process may take from now on."""
+    if device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(1.0 if gigabytes is None else gigabytes * GB / total)
+
+
+def clear(device: torch.device) -> None:
+    """Give back what no object holds."""
+    gc.collect()
+    if device.type == "cuda":
+        from qerl.kernels.fp4_linear.workspace import workspace
+
+        workspace(device).release()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def facts(device: torch.device) -> dict[str, Any]:
+    """What figures were taken on."""
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+    return {
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "commit": commit or None,
+        "kernels": {op: dispatch.resolve(op, device) for op in dispatch.OPERATIONS},
+        "rank": 32,
+    }
