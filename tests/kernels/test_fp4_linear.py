@@ -140,6 +140,17 @@ def test_bfloat16_gradients_stay_near_float64():
         assert (ours.double() - exact).norm() <= 0.02 * exact.norm()
 
 
+@pytest.mark.parametrize("name", FORMAT_NAMES)
+def test_every_format_has_bfloat16_gradients(name):
+    x, grad = (random(TOKENS, width, seed=7, dtype=torch.bfloat16) for width in (INPUTS, OUTPUTS))
+    x.requires_grad_()
+    weight = packed_weight(name)
+    fp4_linear(x, weight).backward(grad)
+    exact = grad.double() @ dequantize(weight, torch.float64)
+    assert x.grad.dtype == torch.bfloat16
+    assert (x.grad.double() - exact).norm() < 4e-3 * exact.norm()
+
+
 def test_no_dense_weight_is_kept_for_the_backward_pass():
     weight = packed_weight()
     kept = []

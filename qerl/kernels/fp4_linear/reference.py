@@ -41,9 +41,10 @@ def input_gradient(grad_TO: Tensor, weight: PackedWeight, dense_OI: Tensor | Non
     if dense_OI is not None:
         return grad_TO @ dense_OI.to(grad_TO.dtype)
     values_OI, divisor_O = get_format(weight.format).factored(weight, _accumulator(grad_TO, weight))
-    if divisor_O is None:
-        return grad_TO @ values_OI
-    return ((grad_TO.to(values_OI.dtype) / divisor_O.to(values_OI.dtype)) @ values_OI).to(grad_TO.dtype)
+    wide_TO = grad_TO.to(values_OI.dtype)
+    if divisor_O is not None:
+        wide_TO = wide_TO / divisor_O.to(values_OI.dtype)
+    return (wide_TO @ values_OI).to(grad_TO.dtype)
 
 
 def _base(x_TI: Tensor, weight: PackedWeight, bias_O: Tensor | None, dense_OI: Tensor | None) -> Tensor:
