@@ -16,7 +16,8 @@ RESULTS = sorted((ROOT / "results" / "memory").glob("*.json"))
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
 def test_the_predicted_peak_is_within_five_percent_of_the_measured_one(path):
     found = json.loads(path.read_text())
-    config = load_config(ROOT / "configs" / found["config"], [f"train.checkpointing={found['checkpointing']}"])
+    decided = [f"train.{key}={found[key]}" for key in ("checkpointing", "token_budget")]
+    config = load_config(ROOT / "configs" / found["config"], decided)
     ledger = memory.predict(config, ModelSpec.from_config(found["model"]), device_type="cuda")
     measured = {stage: peaks["allocated"] * 1e9 for stage, peaks in found["measured"].items()}
     assert ledger.peak_phase == max(measured, key=measured.get)

@@ -1,8 +1,9 @@
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 """NVFP4, rounded to nearest as compressed-tensors does: one pass for the largest magnitude, one for scales and codes.
 
-Every step is the float32 operation of `qerl.formats.nvfp4`, with divisions rounded to nearest, so the bytes are equal. E4M3 and
-E2M1 are rounded in integer and float32 arithmetic, not by the hardware's conversions, which older cards lack.
+Every step gives the result of the float32 operation of `qerl.formats.nvfp4`, so the bytes are equal. E4M3 and E2M1 are rounded in
+integer and float32 arithmetic, not by the hardware's conversions, which older cards lack. A block is a thread's own: 16 weights by
+two loads, their largest without a shuffle, 8 codes a word.
 
 Legend: O output rows, I inputs, B blocks of 16 of a row, N blocks of a program.
 """
@@ -18,11 +19,11 @@ from torch import Tensor
 
 from qerl.formats import PackedWeight
 from qerl.formats.base import check_finite, check_weight
-from qerl.formats.nvfp4 import BLOCK, global_scale
+from qerl.formats.nvfp4 import BLOCK
 from qerl.kernels.quantize import reference
-from qerl.kernels.sizes import ceil_div
+from qerl.kernels.sizes import ceil_div, power_of_2
 
-_PROGRAM_BLOCKS, _PROGRAM_ELEMENTS = 256, 8192
+_PROGRAM_BLOCKS, _PROGRAM_ELEMENTS = 256, 16384
 
 
 def quantize(
@@ -34,45 +35,45 @@ def quantize(
     rows = check_weight(weight_OI, segments, name)
     (d_out, d_in), device = weight_OI.shape, weight_OI.device
     weight_OI = weight_OI.contiguous()
-    count = weight_OI.numel()
-    partial = torch.empty(ceil_div(count, _PROGRAM_ELEMENTS), dtype=torch.float32, device=device)
-    _largest[(len(partial),)](weight_OI, partial, count, SIZE=_PROGRAM_ELEMENTS, num_warps=4)
-    reach = partial.amax()
-    divisor = global_scale(reach)
-    blocks = -(-d_in // BLOCK)
-    packed = torch.empty(d_out, blocks * BLOCK // 2, dtype=torch.uint8, device=device)
+    count, blocks = weight_OI.numel(), ceil_div(d_in, BLOCK)
+    reach = torch.zeros(1, dtype=torch.int32, device=device)
+    _largest[(ceil_div(count, _PROGRAM_ELEMENTS),)](weight_OI, reach, count, SIZE=_PROGRAM_ELEMENTS, num_warps=8)
+    packed = torch.empty(d_out, blocks, 2, dtype=torch.int32, device=device)
     scales = torch.empty(d_out, blocks, dtype=torch.uint8, device=device)
+    divisor = torch.empty(len(rows), dtype=torch.float32, device=device)
     _quantize[(ceil_div(scales.numel(), _PROGRAM_BLOCKS),)](
         weight_OI,
-        divisor,
+        reach,
         packed,
         scales,
+        divisor,
+        len(rows),
         scales.numel(),
         blocks,
         d_in,
         WHOLE=d_in % BLOCK == 0,
+        FUSED=weight_OI.is_cuda,
+        PARTS=power_of_2(len(rows)),
         N=_PROGRAM_BLOCKS,
         num_warps=4,
         enable_fp_fusion=False,
     )
     # Asked last: the answer waits for the device, which has both passes to do by then.
-    check_finite(reach, name)
+    check_finite(reach.view(torch.float32), name)
     tensors = {
-        "packed": packed,
+        "packed": packed.view(torch.uint8).view(d_out, blocks * BLOCK // 2),
         "block_scales": scales.view(torch.float8_e4m3fn),
-        "global_scale": divisor.repeat(len(rows)),
+        "global_scale": divisor,
     }
     return PackedWeight(format="nvfp4", shape=(d_out, d_in), tensors=tensors, segments=rows)
 
 
 @triton.jit
-def _largest(weight, partial, count, SIZE: tl.constexpr):
-    """Largest magnitude of a stretch; NaN if there is one in it."""
+def _largest(weight, reach, count, SIZE: tl.constexpr):
+    """Bits of the largest magnitude, as an integer: those of floats without a sign are ordered as the floats are, NaN last."""
     places = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
     value = tl.load(weight + places, mask=places < count, other=0.0).to(tl.float32)
-    broken = tl.max((value != value).to(tl.int32), axis=0)
-    highest = tl.max(tl.where(value == value, tl.abs(value), 0.0), axis=0)
-    tl.store(partial + tl.program_id(0), tl.where(broken > 0, float("nan"), highest))
+    tl.atomic_max(reach, tl.max(value.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=0), sem="relaxed")
 
 
 @triton.jit
@@ -90,36 +91,75 @@ def _e4m3(value):
 
 
 @triton.jit
-def _e2m1(x):
-    """Code nearest to each float32, ties to the even code, magnitudes above 6 saturated; the sign is set where x < 0."""
-    magnitude = tl.minimum(tl.abs(x), 6.0)
-    binade = tl.maximum((magnitude.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True), 1.0)
-    large = binade * 6291456.0
-    halves = (((magnitude + large) - large) * 2.0).to(tl.int32)
-    # 0 1 2 3 4 6 8 12 halves have the codes 0 to 7.
-    code = tl.where(halves <= 4, halves, tl.where(halves == 6, 5, tl.where(halves == 8, 6, 7)))
-    return code | tl.where(x < 0.0, 8, 0)
+def _quotient(w, step, FUSED: tl.constexpr):
+    """w / step rounded to nearest. FUSED: by the reciprocal and two corrections, each of which takes the error's exact value; the
+    first brings the quotient within one unit of its last place, after which the second rounds correctly. Needs a fused multiply-add
+    and steps far from the ends of float32's range."""
+    wide = tl.broadcast_to(step[:, None], w.shape)
+    if FUSED:
+        inverse = tl.broadcast_to(tl.div_rn(1.0, step)[:, None], w.shape)
+        quotient = w * inverse
+        quotient = tl.fma(tl.fma(-quotient, wide, w), inverse, quotient)
+        return tl.fma(tl.fma(-quotient, wide, w), inverse, quotient)
+    else:
+        return tl.div_rn(w, wide)
 
 
 @triton.jit
-def _quantize(weight, divisor, packed, scales, count, blocks, d_in, WHOLE: tl.constexpr, N: tl.constexpr):
+def _words(w, quotient):
+    """Eight codes of 4 bits in a word, the first lowest, [N] of [N, 8]: those nearest to each quotient, ties to the even code,
+    magnitudes above 6 saturated; the sign is set where w < 0."""
+    magnitude = tl.minimum(tl.abs(quotient), 6.0)
+    # From 1 on a code is the exponent and one bit of the mantissa; below, half of an integer that 2^22 rounds to.
+    bits = magnitude.to(tl.int32, bitcast=True)
+    large = (bits + 0x1FFFFF + ((bits >> 22) & 1) - (252 << 22)) >> 22
+    small = (magnitude + 4194304.0).to(tl.int32, bitcast=True) & 7
+    code = tl.where(magnitude < 1.0, small, large) | tl.where(w < 0.0, 8, 0)
+    return tl.sum(code << (tl.arange(0, 8) * 4)[None, :], axis=1)
+
+
+@triton.jit
+def _quantize(
+    weight,
+    reach,
+    packed,
+    scales,
+    divisor,
+    parts,
+    count,
+    blocks,
+    d_in,
+    WHOLE: tl.constexpr,
+    FUSED: tl.constexpr,
+    PARTS: tl.constexpr,
+    N: tl.constexpr,
+):
+    # A number over a tensor is its reciprocal times the number, as torch divides.
+    g = tl.div_rn(1.0, tl.load(reach).to(tl.float32, bitcast=True)) * 2688.0
+    g = tl.where(g == float("inf"), 1.0, g)
+    if tl.program_id(0) == 0:
+        part = tl.arange(0, PARTS)
+        tl.store(divisor + part, tl.zeros((PARTS,), tl.float32) + g, mask=part < parts)
     block = tl.program_id(0).to(tl.int64) * N + tl.arange(0, N)
     inside = block < count
-    element = tl.arange(0, 16)
+    element = tl.arange(0, 8)
     if WHOLE:
         places = block[:, None] * 16 + element[None, :]
-        mask = inside[:, None]
+        mask, later = inside[:, None], inside[:, None]
     else:
         row, first = block // blocks, (block % blocks) * 16
         places = row[:, None] * d_in + first[:, None] + element[None, :]
         mask = inside[:, None] & (first[:, None] + element[None, :] < d_in)
-    w = tl.load(weight + places, mask=mask, other=0.0).to(tl.float32)
-    g = tl.load(divisor)
-    highest = tl.max(tl.abs(w), axis=1)
+        later = inside[:, None] & (first[:, None] + element[None, :] + 8 < d_in)
+    low = tl.load(weight + places, mask=mask, other=0.0).to(tl.float32)
+    high = tl.load(weight + places + 8, mask=later, other=0.0).to(tl.float32)
+    highest = tl.maximum(tl.max(tl.abs(low), axis=1), tl.max(tl.abs(high), axis=1))
     byte, value = _e4m3(tl.minimum(g * tl.div_rn(highest, 6.0), 448.0))
     step = tl.div_rn(value, g)
-    code = _e2m1(tl.div_rn(w, tl.broadcast_to(step[:, None], (N, 16))))
-    low, high = tl.split(tl.reshape(code, (N, 8, 2)))
-    pair = tl.arange(0, 8)
-    tl.store(packed + block[:, None] * 8 + pair[None, :], (low | (high << 4)).to(tl.uint8), mask=inside[:, None])
+    if FUSED and (g > 1e-15) & (g < 1e15):
+        first_word, second_word = _words(low, _quotient(low, step, True)), _words(high, _quotient(high, step, True))
+    else:
+        first_word, second_word = _words(low, _quotient(low, step, False)), _words(high, _quotient(high, step, False))
+    tl.store(packed + block * 2, first_word, mask=inside)
+    tl.store(packed + block * 2 + 1, second_word, mask=inside)
     tl.store(scales + block, byte.to(tl.uint8), mask=inside)

@@ -23,8 +23,8 @@ from qerl.kernels.sizes import ceil_div, power_of_2
 
 # Elements a warp: 16 bytes of bfloat16 a thread.
 _A_WARP = 256
-# Programs that add up the gradient of w; each owns a stretch of rows, and their sums are added in a fixed order.
-_PARTIAL_SUMS = 256
+# Warps of the programs that add up the gradient of w; each program owns a stretch of rows, and their sums are added in a fixed order.
+_SUMMING_WARPS = 4096
 # Most tiles of a program otherwise, and how many programs there must be for that.
 _TILES, _PROGRAMS = 8, 1024
 # Draws are made once for all tokens that share one, and not in registers, where there are this many tokens a draw.
@@ -76,7 +76,7 @@ def backward(
     stream = None if grad_stream_TD is None else grad_stream_TD.reshape(-1, width).contiguous()
     rows_a_tile, block, warps = _tile(width)
     tiles = ceil_div(len(x), rows_a_tile)
-    tiles_a_program = ceil_div(tiles, _PARTIAL_SUMS) if needs_weight else _tiles_a_program(tiles)
+    tiles_a_program = ceil_div(tiles, _SUMMING_WARPS // warps) if needs_weight else _tiles_a_program(tiles)
     programs = ceil_div(tiles, tiles_a_program) if tiles else 0
     grad_x = torch.empty_like(x)
     partial = torch.zeros(programs if needs_weight else 0, width, dtype=torch.float32, device=x.device)
