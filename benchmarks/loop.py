@@ -1,0 +1,162 @@
+"""Seconds by stage of whole steps of ``qerl train``, rewards, records, diagnostics and noise among them, on random weights.
+
+    python benchmarks/loop.py [--out results/loop_05b_h200.json] [--steps 9] [--size 0.5B] [--tiny] [key=value ...]
+
+Trains ``configs/gsm8k_05b_nvfp4_aqn.yaml`` (32 prompts x 8 answers of at most 512 tokens, NVFP4, rank 32, AQN) on a folder that is made
+for it: a Qwen2.5 of the given size with random weights, a tokenizer of as many words, questions of about 90 words. So many tokens
+end an answer that the mean length is about 280. Nothing is learned; time and memory are those of a real run, save that random text is cheap to
+score. The first step of each noise stage captures its graphs; medians are over the others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+
+from synthetic import SHAPES  # noqa: E402
+from training import TINY, facts  # noqa: E402
+
+from qerl.config.load import load_config  # noqa: E402
+from qerl.metrics.run_dir import RunDir  # noqa: E402
+from qerl.train.run import train  # noqa: E402
+from qerl.train.timing import STAGES  # noqa: E402
+
+SETTINGS = (
+    "aqn.num_stages=3", "optim.warmup_ratio=0.0", "diagnostics.every=0", "eval.before=false", "eval.after=false", "eval.every=0",
+    "data.eval=null", "train.save_every=0", "train.save_adapter_every=0", "log.progress=off", "log.completions=0",
+)  # fmt: skip
+STOPS = 400
+"""Tokens that end an answer: one of about 380 of a vocabulary of 151,936."""
+TEMPLATE = "{% for message in messages %}{{ message['role'] + ' ' + message['content'] }}{% endfor %}"
+
+
+def model_config(size: str, *, tiny: bool) -> dict[str, Any]:
+    """A ``config.json``."""
+    if tiny:
+        return TINY | {"architectures": ["Qwen2ForCausalLM"], "rms_norm_eps": 1e-6}
+    shape = SHAPES[size]
+    heads, kv_heads = shape["heads"]
+    return {
+        "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "vocab_size": 151936 if shape["tied"] else 152064,
+        "hidden_size": shape["hidden_size"], "intermediate_size": shape["intermediate_size"],
+        "num_hidden_layers": shape["num_layers"], "num_attention_heads": heads, "num_key_value_heads": kv_heads,
+        "max_position_embeddings": 32768, "rope_theta": 1e6, "rms_norm_eps": 1e-6, "tie_word_embeddings": shape["tied"],
+    }  # fmt: skip
+
+
+def write_model(folder: Path, config: dict[str, Any], device: torch.device) -> None:
+    """A checkpoint of random weights with a tokenizer of whole words."""
+    from safetensors.torch import save_file
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary, hidden, inner = config["vocab_size"], config["hidden_size"], config["intermediate_size"]
+    kv = hidden // config["num_attention_heads"] * config["num_key_value_heads"]
+    shapes = {"q_proj": (hidden, hidden), "k_proj": (kv, hidden), "v_proj": (kv, hidden), "o_proj": (hidden, hidden)}
+    mlp = {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}
+    generator = torch.Generator(device).manual_seed(0)
+
+    def normal(*shape: int) -> torch.Tensor:
+        values = torch.randn(shape, generator=generator, device=device, dtype=torch.float32)
+        return values.mul_(0.02).bfloat16().cpu()
+
+    tensors = {"model.embed_tokens.weight": normal(vocabulary, hidden), "model.norm.weight": torch.ones(hidden)}
+    if not config["tie_word_embeddings"]:
+        tensors["lm_head.weight"] = normal(vocabulary, hidden)
+    for layer in range(config["num_hidden_layers"]):
+        name = f"model.layers.{layer}"
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            tensors[f"{name}.{norm}.weight"] = torch.ones(hidden)
+        for part, shape in shapes.items():
+            tensors[f"{name}.self_attn.{part}.weight"] = normal(*shape)
+            if part != "o_proj":
+                tensors[f"{name}.self_attn.{part}.bias"] = normal(shape[0])
+        tensors |= {f"{name}.mlp.{part}.weight": normal(*shape) for part, shape in mlp.items()}
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+    stops = random.Random(0).sample(range(vocabulary), max(1, STOPS * vocabulary // 151936))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": stops}))
+    # Numbers and words, as a text with arithmetic has.
+    words = {f"{i}" if i < 1000 else f"w{i}": i for i in range(vocabulary)}
+    words = {("unknown" if i == vocabulary - 1 else word): i for word, i in words.items()}
+    inner_tokenizer = Tokenizer(models.WordLevel(words, unk_token="unknown"))
+    inner_tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner_tokenizer, unk_token="unknown", chat_template=TEMPLATE)
+    tokenizer.save_pretrained(folder)
+
+
+def write_questions(path: Path, count: int, words: int, vocabulary: int) -> None:
+    draw = random.Random(1)
+    rows = [
+        {"question": " ".join(str(draw.randrange(min(1000, vocabulary - 1))) for _ in range(words)), "answer": "42"}
+        for _ in range(count)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Medians of the steps that do not begin a stage of noise."""
+    sigmas = [row.get("aqn/sigma") for row in rows]
+    usual = [row for i, row in enumerate(rows) if i and sigmas[i] == sigmas[i - 1]]
+    names = [
+        "time/step",
+        *(f"time/{stage}" for stage in STAGES),
+        "rollout/tokens_per_second",
+        "tokens/prompt",
+        "tokens/completion",
+    ]
+    found = {name: statistics.median(row[name] for row in usual) for name in names}
+    return {"steps": len(usual), "fastest": min(row["time/step"] for row in usual), **found}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--steps", type=int, default=9)
+    parser.add_argument("--size", default="0.5B", choices=sorted(SHAPES))
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("settings", nargs="*", metavar="key=value")
+    arguments = parser.parse_args()
+    device = torch.device("cpu" if arguments.tiny else "cuda")
+    config = model_config(arguments.size, tiny=arguments.tiny)
+    small = (
+        ("rollout.max_prompt_tokens=64", "rollout.max_new_tokens=16", "rollout.prompts_per_step=2", "lora.rank=2")
+        if arguments.tiny
+        else ()
+    )
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "model").mkdir()
+        write_model(folder / "model", config, device)
+        write_questions(folder / "questions.jsonl", 400, 8 if arguments.tiny else 90, config["vocab_size"])
+        own = [f"model.path={folder / 'model'}", f"data.train={folder / 'questions.jsonl'}", f"run.dir={folder}"]
+        settings = [*SETTINGS, *small, f"train.steps={arguments.steps}", *own, *arguments.settings]
+        run = RunDir.open(train(load_config(ROOT / "configs" / "gsm8k_05b_nvfp4_aqn.yaml", settings)))
+        rows = [row for row in run.read_metrics() if row["step"] > 0]
+        planned = load_config(run.config_path, []).train
+        result = {
+            "facts": facts(torch.device("cpu" if arguments.tiny else "cuda:0")),
+            "settings": [*SETTINGS, *small, *arguments.settings],
+            "plan": {"token_budget": planned.token_budget, "checkpointing": planned.checkpointing},
+            "medians": summarize(rows),
+            "memory": json.loads((run.path / "memory.json").read_text()),
+            "rows": [{k: v for k, v in row.items() if k.startswith(("time/", "tokens/", "aqn/sigma"))} for row in rows],
+        }
+    if arguments.out is not None:
+        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps({key: result[key] for key in ("plan", "medians")}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
