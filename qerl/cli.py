@@ -276,13 +276,12 @@ def validate(settings: Settings = None) -> None:
     from qerl.config.load import load_config
     from qerl.train.validate import validate as run_checks
 
-    passed = True
-    for check in run_checks(load_config(config_file, overrides)):
-        passed = passed and check.passed
+    checks = run_checks(load_config(config_file, overrides))
+    for check in checks:
         typer.echo(f"{'ok  ' if check.passed else 'FAIL'}  {check.name}")
         for line in check.lines:
             typer.echo(f"      {line}")
-    if not passed:
+    if not all(check.passed for check in checks):
         raise typer.Exit(1)
 
 

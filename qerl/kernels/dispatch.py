@@ -51,7 +51,6 @@ _IMPLEMENTATIONS: dict[str, tuple[Implementation, ...]] = {
     "fp4_linear": (
         Implementation("cuda", "qerl.kernels.fp4_linear.cuda", devices=("cuda",)),
         Implementation("reference", "qerl.kernels.fp4_linear.reference"),
-        Implementation("hopper", "qerl.kernels.fp4_linear.hopper", devices=("cuda",)),
     ),
     "rms_norm": (_triton("rms_norm"), _reference("rms_norm")),
     "attention": (Implementation("flash", "qerl.kernels.attention.flash", ("cuda",)), _reference("attention")),

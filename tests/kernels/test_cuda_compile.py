@@ -3,13 +3,14 @@
 import re
 import shutil
 import subprocess
+from types import SimpleNamespace
 
 import pytest
 
 from qerl.errors import KernelUnavailableError
 from qerl.kernels.cuda import compiler
-from qerl.kernels.fp4_linear import decode, middle
-from qerl.kernels.fp4_linear.geometry import BULK, RING, Variant, decode_geometry
+from qerl.kernels.fp4_linear import decode, middle, shrink
+from qerl.kernels.fp4_linear.geometry import RING, Variant, decode_geometry
 from qerl.kernels.fp4_linear.workspace import compile_source, whole_source
 
 ARCHITECTURES = ("sm_80", "sm_89", "sm_90a", "sm_100a", "sm_120a")
@@ -24,16 +25,16 @@ def decode_macros(columns: int, cluster: int, variant: Variant) -> dict[str, int
     return decode.macros(shape, variant)
 
 
+DEVICE = SimpleNamespace(multiprocessors=132, shared_limit=232448, resident_clusters=lambda launch: 66)
 PLAIN = [("dequantize", {}, ""), ("decode", decode_macros(2, 1, RING), "")]
 CLUSTERS = [("decode", decode_macros(2, 8, RING), "")]
 HOPPER = [
     ("probe", {}, ""),
     ("decode", decode_macros(4, 2, RING), ""),
-    ("decode_bulk", decode_macros(1, 2, BULK), ""),
-    ("decode_bulk", decode_macros(2, 8, BULK), ""),
+    ("shrink", shrink.macros(), ""),
     *(
         ("middle", middle.macros(shape), middle.wgmma_source(shape.tokens))
-        for shape in (middle.choose(tokens, 224, 56, 132) for tokens in (32, 64, 128, 256))
+        for shape in (middle.choose(tokens, 224, 56, DEVICE) for tokens in (32, 64, 128))
     ),
 ]
 

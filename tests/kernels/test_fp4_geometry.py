@@ -1,11 +1,12 @@
 """How the decode kernels cut a product: every partial sum has a place of its own, and every reader finds those of its tile."""
 
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 
 from qerl.kernels.fp4_linear import middle
-from qerl.kernels.fp4_linear.geometry import BULK, RING, Adapter, best_geometry, decode_geometry, warps
+from qerl.kernels.fp4_linear.geometry import RING, Adapter, best_geometry, decode_geometry, warps
 
 LIMIT = 232448  # of an H200
 CLUSTERS = {1: 132, 2: 66, 4: 30, 8: 15}  # as an H200 answers
@@ -64,11 +65,10 @@ def written(geometry, tiles):
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("rows", [8, 16, 32])
-@pytest.mark.parametrize("variant", [RING, BULK], ids=lambda variant: variant.kernel)
-def test_every_partial_sum_is_read_where_it_was_written(shape, rows, variant):
+def test_every_partial_sum_is_read_where_it_was_written(shape, rows):
     for cluster, count in CLUSTERS.items():
         geometry = decode_geometry(
-            rows, shape, (), cluster=cluster, clusters=count, limit=LIMIT, variant=variant, ring=variant.rings[-1]
+            rows, shape, (), cluster=cluster, clusters=count, limit=LIMIT, variant=RING, ring=RING.rings[-1]
         )
         if geometry is None:
             continue
@@ -119,12 +119,25 @@ def test_only_the_groups_of_adapter_rows_that_a_cluster_needs_are_counted():
     assert geometry.groups == 4, "two parts of 32 ranks at most meet in one cluster"
 
 
-def test_the_middle_kernel_gets_a_shape_that_fits():
-    for tokens in (17, 32, 64, 100, 128, 200, 500):
-        for row_tiles, units in ((288, 56), (224, 296), (2368, 56), (56, 14), (2, 1)):
-            shape = middle.choose(tokens, row_tiles, units, 132)
-            assert shape.resident * (shape.shared + 1024) <= 233472, "shared memory of a multiprocessor"
-            assert (shape.tokens // 8) % shape.cluster == 0
-            assert shape.cluster <= units
-            # The partial sums take the place of the ring.
-            assert shape.tokens // 8 * 256 * 16 <= shape.shared - 1024
+H200 = SimpleNamespace(
+    multiprocessors=132, shared_limit=LIMIT, resident_clusters=lambda launch: CLUSTERS[launch.cluster]
+)
+
+
+@pytest.mark.parametrize("tokens", [1, 17, 32, 64, 100, 128, 129, 200, 500, 2048])
+@pytest.mark.parametrize(("row_tiles", "units"), [(288, 56), (224, 296), (2368, 56), (56, 14), (2, 1), (3456, 432)])
+def test_the_middle_kernel_gets_a_shape_that_fits(tokens, row_tiles, units):
+    shape = middle.choose(tokens, row_tiles, units, H200)
+    output_tiles = -(-tokens // shape.tokens) * -(-row_tiles * 16 // shape.rows)
+    assert shape.tokens % (8 * shape.cluster) == 0
+    assert shape.tokens * shape.tiles <= 256, "its sums fit into registers"
+    assert shape.shared + 1024 * shape.tiles * shape.groups * 4 + 16 * shape.stages <= LIMIT
+    assert shape.blocks <= 132, "all blocks run at once: they wait for one another"
+    assert shape.blocks <= output_tiles * units * shape.cluster, "none is without work"
+
+
+def test_few_output_tiles_are_cut_along_the_inputs_and_many_are_shared_out():
+    o, gate_up = (middle.choose(64, rows, 56, H200) for rows in (224, 2368))
+    assert o.blocks % (3584 // o.rows) == 0
+    assert o.blocks > 100
+    assert gate_up.blocks == 132

@@ -19,6 +19,11 @@ _CLUSTER_DIMENSION = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 _PROGRAMMATIC = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 
 
+_BFLOAT16, _UINT64 = 9, 4  # CU_TENSOR_MAP_DATA_TYPE_*
+_SWIZZLE_NONE, _SWIZZLE_128 = 0, 3  # CU_TENSOR_MAP_SWIZZLE_*
+_PROMOTION_128 = 2  # CU_TENSOR_MAP_L2_PROMOTION_L2_128B
+
+
 class _Attribute(ctypes.Structure):
     _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_uint * 16))
 
@@ -87,6 +92,45 @@ class Kernel:
             status = _driver().cuFuncSetAttribute(self._function, _DYNAMIC_SHARED_MEMORY, ctypes.c_int(size))
             _check(status, self._name)
             self._shared = size
+
+
+TensorMap = ctypes.c_uint64 * 16
+"""What the copy engine knows of a matrix in global memory."""
+
+
+def tensor_map(address: int, shape: tuple[int, int], row_bytes: int, box: tuple[int, int], *, words: bool) -> TensorMap:  # type: ignore[valid-type]
+    """The tensor map of a row-major matrix, from which the copy engine takes boxes; outside the matrix it reads zeros.
+
+    Args:
+        address: of the first element, a multiple of 16.
+        shape: rows and columns, in elements.
+        row_bytes: from one row to the next, a multiple of 16.
+        box: rows and columns of a box, at most 256 each.
+        words: elements are words of 8 bytes, and boxes lie plainly in shared memory; otherwise they are bfloat16, and boxes of 64 columns
+            lie there in the 128-byte swizzle.
+
+    Raises:
+        KernelUnavailableError: the driver refuses it.
+    """
+    buffer = ctypes.create_string_buffer(128 + 64)
+    aligned = -(-ctypes.addressof(buffer) // 64) * 64
+    pair, four = ctypes.c_uint64 * 2, ctypes.c_uint32 * 2
+    status = _driver().cuTensorMapEncodeTiled(
+        ctypes.c_void_p(aligned),
+        _UINT64 if words else _BFLOAT16,
+        2,
+        ctypes.c_void_p(address),
+        pair(shape[1], shape[0]),
+        (ctypes.c_uint64 * 1)(row_bytes),
+        four(box[1], box[0]),
+        four(1, 1),
+        0,
+        _SWIZZLE_NONE if words else _SWIZZLE_128,
+        _PROMOTION_128,
+        0,
+    )
+    _check(status, "cuTensorMapEncodeTiled")
+    return TensorMap.from_buffer_copy(ctypes.string_at(aligned, 128))
 
 
 def architecture(device: torch.device) -> str:

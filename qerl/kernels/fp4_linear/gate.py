@@ -11,13 +11,11 @@ from torch import Tensor
 from qerl.errors import LayoutGateError
 from qerl.formats import PackedWeight, dequantize
 from qerl.kernels import dispatch, philox
+from qerl.kernels.fp4_linear.regimes import one_of_each
 
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-5, torch.bfloat16: 4e-3, torch.float16: 1e-3}
 """Largest |y - y_exact| / (|x| |w_row|) by compute type: one rounding of the output (up to 2^-8 of it in
 bfloat16) and, in a dense copy, one of every weight; in float32 the order of summation; in float64 the float32 rounding of s / G."""
-
-REGIMES = (8, 32, 100)
-"""Rows of x that lie in different regimes of the CUDA kernels; elsewhere there is one."""
 
 
 def layout_gate(
@@ -50,7 +48,11 @@ def layout_gate(
     module, chosen = dispatch.load("fp4_linear", device, kernel), dispatch.resolve("fp4_linear", device, kernel)
     exact_OI = dequantize(weight, torch.float64)
     largest = 0.0
-    for count in (REGIMES if device.type == "cuda" else REGIMES[:1]) if tokens is None else (tokens,):
+    if tokens is not None:
+        counts: tuple[int, ...] = (tokens,)
+    else:
+        counts = one_of_each(torch.cuda.get_device_capability(device)) if device.type == "cuda" else (8,)
+    for count in counts:
         x_TI = fixed_input(count, weight.shape[1], dtype, device)
         y_TO, _ = module.forward(x_TI, weight, None, (), (), (), dense_OI)
         row, error = worst_row(y_TO, x_TI, exact_OI)

@@ -35,7 +35,6 @@ class Variant:
 
 
 RING = Variant("decode", (6, 4))
-BULK = Variant("decode_bulk", (8, 4), copies=2)
 
 
 def warps(columns: int) -> int:

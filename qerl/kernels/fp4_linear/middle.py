@@ -4,37 +4,58 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from qerl.formats import PackedWeight
-from qerl.kernels.cuda import Kernel, Launch
+from qerl.kernels.cuda import Kernel, Launch, TensorMap, tensor_map
 from qerl.kernels.fp4_linear import record
 from qerl.kernels.fp4_linear.adapter import Placement
 from qerl.kernels.fp4_linear.workspace import SCALE_BASE, Workspace, compiled, workspace
 
 MOST_ROWS = 512
-ROWS_A_BLOCK = 128
-THREADS = 256
+WARPGROUPS = 2
+"""Warpgroups of a block that multiply."""
 
-_STEPS_OF_OVERHEAD = 8
-"""What a block costs besides its steps, in steps."""
+MOST_STAGES = 16
+"""Steps in the ring, at most."""
+
+_STATIC = 12 * 1024
+"""Bytes of shared memory besides the ring, at most."""
+_SPLIT_STEPS = 4
+"""What sharing tiles unevenly costs, in steps of a block."""
+_FEWEST_STEPS = 3
+"""Steps for which a block is worth starting."""
+
+
+class Device(Protocol):
+    """What the choice of a shape asks of a device; a `Workspace` answers."""
+
+    multiprocessors: int
+    shared_limit: int
+
+    def resident_clusters(self, launch: Launch) -> int:
+        """Most clusters of this geometry that run at the same time."""
 
 
 class _Params(ctypes.Structure):
-    """`MiddleParams` of cuda/middle.cu."""
+    """`MiddleParams` of cuda/middle.cuh."""
 
     __slots__ = ()  # a name that is no field is an error
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("tiles", "x", "out", "bias", "global_scale", "h")),
-        *((name, ctypes.c_int) for name in ("m", "n", "k", "units", "row_tiles", "token_tiles", "ranks")),
-        *((name, ctypes.c_int) for name in ("segments", "parts", "float_out")),
+        ("x_map", TensorMap),
+        ("tile_map", TensorMap),
+        *((name, ctypes.c_void_p) for name in ("out", "bias", "global_scale", "h", "partials", "counters")),
+        *((name, ctypes.c_int) for name in ("m", "n", "units", "token_tiles", "steps", "ranks")),
+        *((name, ctypes.c_int) for name in ("segments", "parts", "float_out", "vectors", "adapter_vectors")),
         ("scale_base", ctypes.c_uint),
-        ("unused", ctypes.c_int),
         ("segment_stop", record.Stops),
         ("part", record.Parts),
+        ("unused", ctypes.c_ubyte * 64),
     )
 
 
@@ -43,17 +64,45 @@ class Shape:
     """One way to run the kernel."""
 
     tokens: int
-    """Rows of x of a block."""
-    stages: int
-    resident: int
-    """Blocks of a multiprocessor."""
-    cluster: int
-    """Blocks that share outputs, each with a slice of the inputs."""
+    """Rows of x of an output tile."""
+    tiles: int
+    """Row tiles of a warp."""
+    blocks: int
+    """Blocks that share the steps of all output tiles."""
+    groups: int = WARPGROUPS
+    cluster: int = 1
+    """Blocks with neighbouring rows that copy x for one another."""
+    stages: int = 0
+    """Steps in the ring; 0 for as many as fit."""
+
+    @property
+    def block_rows(self) -> int:
+        """Rows of the weight of a block."""
+        return 64 * self.groups * self.tiles
+
+    @property
+    def rows(self) -> int:
+        """Rows of the weight of an output tile."""
+        return self.cluster * self.block_rows
+
+    @property
+    def stage_bytes(self) -> int:
+        """Bytes of a step in the ring."""
+        return -(-(128 * self.tokens + 36 * self.block_rows) // 1024) * 1024
+
+    @property
+    def threads(self) -> int:
+        return 128 * self.groups + (128 if self.tiles * self.tokens > 128 else 32)
 
     @property
     def shared(self) -> int:
-        """Bytes of shared memory."""
-        return self.stages * (128 * self.tokens + 5120) + 1024
+        """Bytes of dynamic shared memory."""
+        return self.stages * self.stage_bytes + 1024
+
+    @property
+    def launch(self) -> Launch:
+        """The geometry of a launch."""
+        return Launch(grid=self.blocks, block=self.threads, shared=self.shared, cluster=self.cluster, overlap=True)
 
 
 def takes(
@@ -65,7 +114,14 @@ def takes(
         and x_TI.shape[0] > 0
         and weight.shape[1] % 8 == 0
         and record.fits(weight, placements, a_RI, b_OR)
+        and _apart(placements)
     )
+
+
+def _apart(placements: Sequence[Placement]) -> bool:
+    """Whether no row has two adapters."""
+    rows = sorted((place.rows.start, place.rows.stop) for place in placements)
+    return all(stop <= start for (_, stop), (start, _) in pairwise(rows))
 
 
 def product(
@@ -83,51 +139,76 @@ def product(
     x_TI = x_TI.contiguous()
     if x_TI.data_ptr() % 16 != 0:
         x_TI = x_TI.clone()
-    tokens, (row_tiles, units, _) = x_TI.shape[0], weight.tensors["tiles"].shape
-    shape = choose(tokens, row_tiles, units, space.multiprocessors)
-    token_tiles = -(-tokens // shape.tokens)
+    tiles = weight.tensors["tiles"]
+    tokens, (row_tiles, units, _) = x_TI.shape[0], tiles.shape
+    shape = choose(tokens, row_tiles, units, space)
+    token_tiles, row_blocks = -(-tokens // shape.tokens), -(-row_tiles * 16 // shape.rows)
+    output_tiles = token_tiles * row_blocks
     out_TO = torch.empty(tokens, weight.shape[0], dtype=dtype, device=x_TI.device)
     if bias_O is not None:
         bias_O = bias_O.to(torch.bfloat16).contiguous()
+    partial_bytes = 2 * shape.blocks * shape.block_rows * shape.tokens * 4
+    ranks = shrunk[0].shape[1] if shrunk else 0
+    eights = all(value % 8 == 0 for place in placements for value in (place.ranks.start, place.ranks.stop, ranks))
     params = _Params(
-        tiles=weight.tensors["tiles"].data_ptr(),
-        x=x_TI.data_ptr(),
+        x_map=tensor_map(
+            x_TI.data_ptr(),
+            (tokens, weight.shape[1]),
+            2 * weight.shape[1],
+            (shape.tokens // shape.cluster, 64),
+            words=False,
+        ),
+        tile_map=tensor_map(
+            tiles.data_ptr(), (row_tiles, 72 * units), 576 * units, (shape.block_rows // 16, 72), words=True
+        ),
         out=out_TO.data_ptr(),
         bias=None if bias_O is None else bias_O.data_ptr(),
         global_scale=weight.tensors["global_scale"].data_ptr(),
         h=shrunk[0].data_ptr() if shrunk else None,
+        partials=space.scratch(partial_bytes // 1024, 512).data_ptr(),
+        counters=space.counters().data_ptr(),
         m=tokens,
         n=weight.shape[0],
-        k=weight.shape[1],
         units=units,
-        row_tiles=row_tiles,
         token_tiles=token_tiles,
-        ranks=shrunk[0].shape[1] if shrunk else 0,
+        steps=output_tiles * units,
+        ranks=ranks,
         segments=len(weight.segments),
         parts=len(placements),
         float_out=int(dtype == torch.float32),
+        vectors=int(weight.shape[0] % 8 == 0),
+        adapter_vectors=int(eights and all(t.data_ptr() % 16 == 0 for t in (*shrunk, *b_OR))),
         scale_base=SCALE_BASE,
         segment_stop=record.stops_of(weight),
         part=record.parts_of(placements, b_OR),
     )
-    blocks = -(-row_tiles * 16 // ROWS_A_BLOCK) * token_tiles * shape.cluster
-    launch = Launch(grid=blocks, block=THREADS, shared=shape.shared, cluster=shape.cluster, overlap=True)
-    _kernel(space, shape).launch(launch, params)
+    _kernel(space, shape).launch(shape.launch, params)
     return out_TO
 
 
-def choose(tokens: int, row_tiles: int, units: int, multiprocessors: int) -> Shape:
+def choose(tokens: int, row_tiles: int, units: int, device: Device) -> Shape:
     """The shape for `tokens` rows of x and a weight of so many tiles."""
-    width, stages, resident = next(
-        (entry for entry in ((32, 8, 2), (64, 6, 2), (128, 5, 2)) if tokens <= entry[0]), (256, 5, 1)
-    )
-    jobs = -(-row_tiles * 16 // ROWS_A_BLOCK) * -(-tokens // width)
+    token_tiles = -(-tokens // 128)
+    width = max(32, -(-tokens // (16 * token_tiles)) * 16)
+    return with_blocks(Shape(tokens=width, tiles=2, blocks=0), tokens, row_tiles, units, device)
 
-    def cost(cluster: int) -> int:
-        return -(-jobs * cluster // multiprocessors) * (-(-units // cluster) + _STEPS_OF_OVERHEAD)
 
-    clusters = [cluster for cluster in (1, 2, 4, 8) if cluster <= min(units, width // 8)]
-    return Shape(tokens=width, stages=stages, resident=resident, cluster=min(clusters, key=cost))
+def with_blocks(shape: Shape, tokens: int, row_tiles: int, units: int, device: Device) -> Shape:
+    """`shape` with as many blocks as pay, and as deep a ring as fits."""
+    output_tiles = -(-tokens // shape.tokens) * -(-row_tiles * 16 // shape.rows)
+    stages = shape.stages or min(MOST_STAGES, (device.shared_limit - _STATIC - 1024) // shape.stage_bytes)
+    shape = replace(shape, stages=stages)
+    # Blocks wait for one another, so all of them must run at once.
+    most = device.multiprocessors
+    if shape.cluster > 1:
+        most = device.resident_clusters(replace(shape, blocks=shape.cluster).launch)
+    even = output_tiles * max(1, min(most // output_tiles, units // _FEWEST_STEPS)) if output_tiles <= most else 0
+    uneven = min(most, max(1, output_tiles * units // _FEWEST_STEPS))
+    choices = [(-(-output_tiles * units // uneven) + _SPLIT_STEPS, uneven)]
+    if even:
+        choices.append((-(-output_tiles * units // even), even))
+    blocks = min(choices)[1]
+    return replace(shape, blocks=blocks * shape.cluster)
 
 
 def wgmma_source(tokens: int) -> str:
@@ -147,7 +228,13 @@ __device__ __forceinline__ void multiply(float (&d)[{count}], const u32 (&a)[4],
 
 def macros(shape: Shape) -> dict[str, int]:
     """Compile-time constants of cuda/middle.cu."""
-    return {"TOKENS": shape.tokens, "STAGES": shape.stages, "CLUSTER": shape.cluster, "RESIDENT": shape.resident}
+    return {
+        "TOKENS": shape.tokens,
+        "TILES": shape.tiles,
+        "GROUPS": shape.groups,
+        "STAGES": shape.stages,
+        "CLUSTER": shape.cluster,
+    }
 
 
 def _kernel(space: Workspace, shape: Shape) -> Kernel:

@@ -21,6 +21,10 @@ SCALE_BASE = 0x70007000
 """What the kernels add to the bits of two scales; see `expand_scales` in cuda/tile.cuh."""
 
 
+COUNTERS = 16384
+"""Output tiles of which a kernel may count the parts."""
+
+
 class Workspace:
     """Kernels and buffers of one device. Made by `workspace`."""
 
@@ -31,6 +35,7 @@ class Workspace:
         self.geometries: dict[tuple[int, tuple[int, int], tuple[Adapter, ...], Variant], Geometry | None] = {}
         """What the decode kernel chose, by the eights of rows of x, the weight's shape, the adapters and the kernel."""
         self._scratch: Tensor | None = None
+        self._counters: Tensor | None = None
         self._alphas: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._clusters: dict[tuple[int, int], int] = {}
 
@@ -45,6 +50,15 @@ class Workspace:
             self._scratch = None
             self._scratch = torch.empty(rows * columns, dtype=torch.bfloat16, device=self.device)
         return self._scratch[: rows * columns].view(rows, columns)
+
+    def counters(self) -> Tensor:
+        """int32 [`COUNTERS`] of zeros; kernels leave zeros behind. Graphs share them, unless a capture is the first to ask."""
+        if self._counters is not None:
+            return self._counters
+        counters = torch.zeros(COUNTERS, dtype=torch.int32, device=self.device)
+        if not torch.cuda.is_current_stream_capturing():
+            self._counters = counters
+        return counters
 
     def release(self) -> None:
         """Give the scratch back to torch's allocator; the next use takes it again."""
@@ -84,8 +98,8 @@ def compiled(device: torch.device, name: str, defines: tuple[tuple[str, int], ..
 _IN_FRONT = {
     "dequantize": ("tile",),
     "decode": ("tile", "layer", "decode"),
-    "decode_bulk": ("tile", "layer", "decode"),
-    "middle": ("tile", "layer"),
+    "middle": ("tile", "layer", "middle"),
+    "shrink": ("tile", "layer"),
 }
 """Kernel -> the `.cuh` files that its source goes on from; NVRTC is given one text without includes."""
 

@@ -1,7 +1,5 @@
-"""The packed linear layer on a CUDA device. What runs, by the number of rows of x (see README.md):
-
-    decode   up to `decode.MOST_ROWS` rows, tiled NVFP4: one kernel, weight read once for a group of rows, adapters inside
-    large    more rows, and MXFP4 and NF4: one pass of dequantization, then cuBLAS
+"""The packed linear layer on a CUDA device. What runs is chosen by the number of rows of x (`regimes`, README.md); MXFP4 and NF4 are
+always dequantized in one pass and multiplied by cuBLAS.
 
 Unquantized weights, other compute types and a dense copy of the caller's go through the plain products of `reference`.
 """
@@ -14,8 +12,9 @@ import torch
 from torch import Tensor
 
 from qerl.formats import PackedWeight
-from qerl.kernels.fp4_linear import decode, dense, reference
+from qerl.kernels.fp4_linear import decode, dense, middle, reference, regimes
 from qerl.kernels.fp4_linear.adapter import Placement
+from qerl.kernels.fp4_linear.shrink import shrink
 
 
 def forward(
@@ -30,9 +29,26 @@ def forward(
     """(y [T, O] in x's dtype, the shrunk activations x A^T of every distinct A, or None where no memory ever held them)."""
     if not fast(x_TI, weight, dense_OI):
         return reference.forward(x_TI, weight, bias_O, placements, a_RI, b_OR, dense_OI)
-    if weight.order == "tiles" and decode.takes(x_TI, weight, placements, a_RI, b_OR):
+    regime = regime_of(x_TI, weight, placements, a_RI, b_OR)
+    if regime == regimes.DECODE:
         return decode.product(x_TI, weight, bias_O, placements, a_RI, b_OR), None
+    if regime == regimes.MIDDLE:
+        x_TI = x_TI.contiguous()
+        shrunk = tuple(shrink(x_TI, a) for a in a_RI)
+        return middle.product(x_TI, weight, bias_O, placements, shrunk, b_OR), shrunk
     return dense.forward(x_TI, weight, bias_O, placements, a_RI, b_OR)
+
+
+def regime_of(
+    x_TI: Tensor, weight: PackedWeight, placements: Sequence[Placement], a_RI: Sequence[Tensor], b_OR: Sequence[Tensor]
+) -> str:
+    """The kernel that takes a call which is `fast`: the first of `regimes.preferred` that can."""
+    if weight.order == "tiles":
+        takes = {regimes.DECODE: decode.takes, regimes.MIDDLE: middle.takes}
+        for regime in regimes.preferred(x_TI.shape[0], torch.cuda.get_device_capability(x_TI.device)):
+            if takes[regime](x_TI, weight, placements, a_RI, b_OR):
+                return regime
+    return regimes.DENSE
 
 
 def input_gradient(grad_TO: Tensor, weight: PackedWeight, dense_OI: Tensor | None) -> Tensor:

@@ -1,4 +1,4 @@
-// What the decode kernels (decode.cu, decode_bulk.cu) have in common: the call, shared memory, adapters' expansion, products of a unit, and the
+// What the decode kernels have in common: the call, shared memory, adapters' expansion, products of a unit, and the
 // reduction at the end of a round. They differ in what moves the bytes.
 
 constexpr int LORA_WARPS = 4;

@@ -1,0 +1,33 @@
+"""Which kernel takes how many rows of x: the one place that chooses, by times on an H200 (README.md, Measured).
+
+decode   the weight is read once for a group of rows, on CUDA cores' side of the memory limit
+middle   sm_90: the weight is expanded once for up to 128 rows, on the way into the matrix units
+dense    one pass of dequantization into scratch, then cuBLAS
+"""
+
+from __future__ import annotations
+
+DECODE, MIDDLE, DENSE = "decode", "middle", "dense"
+
+HOPPER = (9, 0)
+DECODE_ROWS = 16
+"""Rows of x up to which decode is fastest where there is a middle kernel."""
+MIDDLE_ROWS = 512
+"""Rows of x up to which the middle kernel is faster than dense."""
+DECODE_ROWS_WITHOUT_MIDDLE = 64
+"""Rows of x up to which reading the weight once for every group of rows pays where there is no middle kernel."""
+
+
+def preferred(rows: int, capability: tuple[int, int]) -> tuple[str, ...]:
+    """The kernels to ask for `rows` rows of x on a device, in turn; dense takes what they leave."""
+    decode = (DECODE,) if rows <= DECODE_ROWS_WITHOUT_MIDDLE else ()
+    if capability != HOPPER or rows > MIDDLE_ROWS:
+        return decode
+    return (DECODE, MIDDLE) if rows <= DECODE_ROWS else (MIDDLE, *decode)
+
+
+def one_of_each(capability: tuple[int, int]) -> tuple[int, ...]:
+    """Numbers of rows of x that lie in different regimes of a device, one for each."""
+    if capability == HOPPER:
+        return DECODE_ROWS // 2, 100, MIDDLE_ROWS + 1
+    return 8, 32, DECODE_ROWS_WITHOUT_MIDDLE + 1
