@@ -276,12 +276,13 @@ def validate(settings: Settings = None) -> None:
     from qerl.config.load import load_config
     from qerl.train.validate import validate as run_checks
 
-    checks = run_checks(load_config(config_file, overrides))
-    for check in checks:
+    passed = True
+    for check in run_checks(load_config(config_file, overrides)):
+        passed = passed and check.passed
         typer.echo(f"{'ok  ' if check.passed else 'FAIL'}  {check.name}")
         for line in check.lines:
             typer.echo(f"      {line}")
-    if not all(check.passed for check in checks):
+    if not passed:
         raise typer.Exit(1)
 
 

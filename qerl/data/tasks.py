@@ -256,7 +256,7 @@ def _data_folder(name: str) -> Path | None:
 
 def _may_be_hub_name(name: str) -> bool:
     parts = name.split("/")
-    return len(parts) <= 3 and all(parts) and name[0] not in ".~" and Path(name).suffix not in FILE_SUFFIXES
+    return len(parts) in (2, 3) and all(parts) and name[0] not in ".~" and Path(name).suffix not in FILE_SUFFIXES
 
 
 def _hub_parts(name: str) -> tuple[str, str | None]:

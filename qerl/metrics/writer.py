@@ -29,7 +29,6 @@ class TensorBoardTracker:
     """Event files under ``<run>/tensorboard``."""
 
     def __init__(self, run: RunDir, config: Mapping[str, Any], completed_steps: int):
-        _require("tensorboard")
         module = _require("torch.utils.tensorboard", "tensorboard")
         # After a resume, points of steps that are made again replace those of the crashed run.
         purge = completed_steps + 1 if completed_steps > 0 else None
@@ -115,17 +114,7 @@ class MetricsWriter:
     ):
         self._run = run
         self._trackers: list[Tracker] = []
-        for name in dict.fromkeys(backends):
-            if name == "jsonl":
-                continue
-            if name not in TRACKERS:
-                known = ("jsonl", *TRACKERS)
-                raise ConfigError(
-                    "unknown log.backends entry",
-                    got=repr(name),
-                    expected=" | ".join(known),
-                    remedy=f"Did you mean {nearest(name, known)}?" if nearest(name, known) else None,
-                )
+        for name in check_backends(backends):
             self._trackers.append(TRACKERS[name](run, config or {}, completed_steps))
 
     def write(self, step: int, metrics: Mapping[str, float | int | None]) -> None:
@@ -153,6 +142,28 @@ class MetricsWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def check_backends(backends: Sequence[str]) -> list[str]:
+    """The trackers among ``log.backends``, each once.
+
+    Raises:
+        ConfigError: a backend is not known.
+        MissingDependencyError: the package of a backend is not installed.
+    """
+    names = [name for name in dict.fromkeys(backends) if name != "jsonl"]
+    for name in names:
+        if name not in TRACKERS:
+            known = ("jsonl", *TRACKERS)
+            raise ConfigError(
+                "unknown log.backends entry",
+                got=repr(name),
+                expected=" | ".join(known),
+                remedy=f"Did you mean {nearest(name, known)}?" if nearest(name, known) else None,
+            )
+        # A tracker's name is that of its package.
+        _require(name)
+    return names
 
 
 def _require(module: str, package: str | None = None) -> Any:

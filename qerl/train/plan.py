@@ -14,12 +14,14 @@ from qerl.config.load import dump_config
 from qerl.config.schema import Config
 from qerl.kernels import dispatch
 from qerl.metrics.files import check_writable
+from qerl.metrics.writer import check_backends
 from qerl.model.aqn import stage_sigma
 from qerl.model.checkpoint import check_targets
 from qerl.model.spec import ModelSpec
 from qerl.model.storage import check_formats
 from qerl.model.tokenizer import Tokenizer, load_tokenizer
 from qerl.reward.compose import Rewarder
+from qerl.train.diagnostics.probe import read_probe
 from qerl.train.fit import memory_text
 from qerl.train.prompts import load_prompts
 from qerl.train.run import check_trainable, noise_line
@@ -48,7 +50,11 @@ def describe(config: Config, *, width: int = 100) -> str:
     budget = memory.budget_of(config, device)
     config = memory.resolve(config, spec, budget, device_type=device.type)
     Rewarder(config.reward, config.rollout.max_new_tokens).close()
-    data, found = _data(config, load_tokenizer(folder), spec)
+    check_backends(config.log.backends)
+    tokenizer = load_tokenizer(folder)
+    if config.diagnostics.probe is not None:
+        read_probe(config.diagnostics.probe, tokenizer, spec)
+    data, found = _data(config, tokenizer, spec)
     out = StringIO()
     console = Console(file=out, width=width, highlight=False)
     console.print(dump_config(config), markup=False, end="")

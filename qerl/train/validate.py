@@ -6,7 +6,7 @@ the model ends an answer by itself.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from qerl.config.schema import Config
@@ -37,8 +37,8 @@ class Check:
     lines: tuple[str, ...]
 
 
-def validate(config: Config) -> list[Check]:
-    """Run all checks on the base model (adapters and noise off). Writes nothing.
+def validate(config: Config) -> Iterator[Check]:
+    """Run all checks on the base model (adapters and noise off), each when it is asked for. Writes nothing.
 
     Raises:
         QerlError: whatever would stop the run before its first step.
@@ -47,12 +47,10 @@ def validate(config: Config) -> list[Check]:
     config, length_notes = fit_lengths(config, ModelSpec.from_folder(require_model_path(config)))
     session = open_session(config, trainable=False)
     prompts, dropped, notes = load_prompts(config, session.tokenizer, config.data.train, "train", None, training=True)
-    return [
-        check_prompts(config, prompts, [*length_notes, *notes], dropped),
-        check_eos(session.tokenizer),
-        check_rewards(config, prompts),
-        check_stopping(config, session, prompts),
-    ]
+    yield check_prompts(config, prompts, [*length_notes, *notes], dropped)
+    yield check_eos(session.tokenizer)
+    yield check_rewards(config, prompts)
+    yield check_stopping(config, session, prompts)
 
 
 def check_prompts(config: Config, prompts: Sequence[Prompt], notes: Sequence[str], dropped: int) -> Check:

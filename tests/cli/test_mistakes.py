@@ -98,6 +98,8 @@ def test_a_run_name_is_one_folder(tmp_path, rows, name):
         ("quant.overrides.layers.9.*=bf16", "a pattern in quant.overrides matches no projection"),
         ("quant.overrides.layers.0.self_attn.q_proj=bf16", "projections that are held as one weight"),
         ("lora.targets=[]", "lora.targets matches nothing in the model"),
+        ("log.backends=[jsonl,tensorbord]", "Did you mean tensorboard?"),
+        ("diagnostics.probe=no-such-probe.json", "the probe set cannot be read"),
         ("data.train=no-such-data", "there is no data set 'no-such-data'"),
         ("data.eval=no-such-data", "there is no data set 'no-such-data'"),
         ("data.prompt_template=hello", "no place for the question"),

@@ -14,6 +14,8 @@ from typing import Any
 from qerl.config.schema import Config
 from qerl.errors import ConfigError, RunFolderError
 from qerl.metrics.run_dir import RunDir
+from qerl.model.spec import ModelSpec
+from qerl.model.tokenizer import Tokenizer
 from qerl.records import Completion, Prompt, SamplingSpec
 from qerl.train.session import Session
 
@@ -33,13 +35,29 @@ def open_probe(config: Config, run: RunDir, session: Session, prompts: Sequence[
         RunFolderError: the folder's own file is damaged.
     """
     if run.probe_path.exists():
-        return _read(run.probe_path, session, RunFolderError)
+        return _read(run.probe_path, session.tokenizer, RunFolderError)
     if config.diagnostics.probe is not None:
-        found = _read(Path(config.diagnostics.probe), session, ConfigError)
-        _check_lengths(found, session, config.diagnostics.probe)
+        found = read_probe(config.diagnostics.probe, session.tokenizer, session.model.spec)
     else:
         found = _make(config, session, prompts)
     run.write_json(run.probe_path, _to_json(found, session))
+    return found
+
+
+def read_probe(source: str, tokenizer: Tokenizer, spec: ModelSpec) -> tuple[Completion, ...]:
+    """The probe set of ``diagnostics.probe``.
+
+    Raises:
+        ConfigError: the file cannot be read, belongs to another tokenizer, or is longer than the model has positions.
+    """
+    found = _read(Path(source), tokenizer, ConfigError)
+    longest = max(len(item.prompt.token_ids) + len(item.token_ids) for item in found)
+    if longest > spec.max_positions:
+        raise ConfigError(
+            "the probe set has a sequence that the model has no positions for",
+            got=f"{source}: {longest} tokens",
+            expected=f"at most {spec.max_positions}",
+        )
     return found
 
 
@@ -89,7 +107,7 @@ def _to_json(probe: Sequence[Completion], session: Session) -> dict[str, Any]:
     }
 
 
-def _read(path: Path, session: Session, error_class: type[ConfigError | RunFolderError]) -> tuple[Completion, ...]:
+def _read(path: Path, tokenizer: Tokenizer, error_class: type[ConfigError | RunFolderError]) -> tuple[Completion, ...]:
     remedy = "Give the probe.json of a run with the same tokenizer, or unset diagnostics.probe"
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
@@ -99,11 +117,11 @@ def _read(path: Path, session: Session, error_class: type[ConfigError | RunFolde
         raise error_class("the probe set cannot be read", got=f"{path}: {error}", remedy=remedy) from None
     if version != PROBE_VERSION or not items:
         raise error_class("the probe set is of another version, or empty", got=f"{path}: {version}", remedy=remedy)
-    if tokenizer_hash != session.tokenizer.tokenizer_hash:
+    if tokenizer_hash != tokenizer.tokenizer_hash:
         raise error_class(
             "the probe set belongs to another tokenizer",
             got=f"{path}: {tokenizer_hash}",
-            expected=session.tokenizer.tokenizer_hash,
+            expected=tokenizer.tokenizer_hash,
             remedy=remedy,
         )
     return items
@@ -128,13 +146,3 @@ def _item(index: int, fields: dict[str, Any]) -> Completion:
         sampler_logprobs=(0.0,) * count,
         stop_reason=fields["stop_reason"],
     )
-
-
-def _check_lengths(probe: Sequence[Completion], session: Session, source: str) -> None:
-    longest = max(len(item.prompt.token_ids) + len(item.token_ids) for item in probe)
-    if longest > session.model.spec.max_positions:
-        raise ConfigError(
-            "the probe set has a sequence that the model has no positions for",
-            got=f"{source}: {longest} tokens",
-            expected=f"at most {session.model.spec.max_positions}",
-        )
