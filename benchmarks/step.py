@@ -243,8 +243,11 @@ class Run:
         self.engine = Engine(self.model, tokenizer, max_num_seqs=8 * case.prompts, device=self.device)
 
     def config(self, budget: int) -> Any:
+        # Micro-batches that are compared with others have as many tokens; whole steps share what they can.
+        more = ["train.share_prompts=false"] if self.case.kind == "passes" else []
         return settings(
-            self.case.format, self.case.checkpointing, prompts=self.case.prompts, prompt=self.prompt, answer=self.new, budget=budget
+            self.case.format, self.case.checkpointing, prompts=self.case.prompts, prompt=self.prompt, answer=self.new,
+            budget=budget, more=more,
         )  # fmt: skip
 
     def sample(self, limit: int) -> list[Completion]:

@@ -1,6 +1,6 @@
 """The records that stages pass to one another: all of them, and nothing else.
 
-Shape legend: T packed tokens (prompts and answers), N answer tokens, S sequences. Every record is frozen; no field is
+Shape legend: T packed tokens (prompts and answers), N answer tokens, S samples, P pieces of a pack. Every record is frozen; no field is
 filled in by a later stage (a later stage makes a record of its own).
 """
 
@@ -13,7 +13,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from qerl.model.aqn import NoiseState
-from qerl.model.attention import PackedSequences
+from qerl.model.attention import PackedSequences, SharedPrompts
 
 StopReason = Literal["stop", "length"]
 
@@ -148,22 +148,25 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainBatch:
-    """Sequences packed end to end, without padding, for one forward and backward pass."""
+    """Samples packed end to end, without padding, for one forward and backward pass."""
 
     tokens_T: Tensor
-    """int64 [T]: prompt and answer tokens of all sequences."""
+    """int64 [T]: prompt and answer tokens of all samples; those of a prompt that neighbors share stand once."""
     positions_T: Tensor
-    """int64 [T]: position of each token in its own sequence."""
-    cu_seqlens_S1: Tensor
-    """int64 [S + 1]: where each sequence begins, and T."""
+    """int64 [T]: position of each token in its own sample."""
+    cu_pieces_P1: Tensor
+    """int64 [P + 1]: where each piece begins, and T. A piece is a sample, or the prompt that some share, or an answer that goes on
+    from one."""
     predictor_N: Tensor
     """int64 [N]: index into T of the position whose logits predict each answer token."""
     targets_N: Tensor
     """int64 [N]: the answer tokens."""
     sequence_N: Tensor
-    """int64 [N]: which sequence each answer token belongs to, in order."""
+    """int64 [N]: which sample each answer token belongs to, in order."""
+    prompt_lengths_S: Tensor
+    """int64 [S]: prompt tokens of each sample."""
     answer_lengths_S: Tensor
-    """int64 [S]: answer tokens of each sequence; at least 1."""
+    """int64 [S]: answer tokens of each sample; at least 1."""
     behavior_logprobs_N: Tensor
     """float32 [N]."""
     advantages_S: Tensor
@@ -172,19 +175,17 @@ class TrainBatch:
     """bool [S]: False for answers that leave the loss (masked truncated, unscorable)."""
     sample_keys_S: Tensor
     """int64 [S]."""
-
-    @property
-    def prompt_lengths_S(self) -> Tensor:
-        """int64 [S]: prompt tokens of each sequence."""
-        return self.cu_seqlens_S1.diff() - self.answer_lengths_S
+    shared: SharedPrompts | None
+    """How answers go on from prompts that they share; None where every piece is a sample."""
 
     def context(self) -> PackedSequences:
         """How the tokens attend, and whose they are: what a forward pass over the batch needs beside the tokens."""
         return PackedSequences(
-            self.cu_seqlens_S1,
+            self.cu_pieces_P1,
             self.positions_T,
             sample_keys_S=self.sample_keys_S,
             prompt_lengths_S=self.prompt_lengths_S,
+            shared=self.shared,
         )
 
     @property

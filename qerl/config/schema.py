@@ -213,6 +213,8 @@ class TrainConfig(Section):
     """Root of every keyed draw: data order, sampling, noise, adapter initialization."""
     token_budget: Positive | Literal["auto"] = 16384
     """Most tokens (prompt + answer) of one packed forward/backward pass; the loss does not depend on it. `auto`: what the plan finds room for in 70 % of the memory budget, up to 65536 (fewer and larger passes keep a GPU busier); 16384 without a budget."""
+    share_prompts: bool | Literal["auto"] = "auto"
+    """Compute the prompt of a group once in a pass, and not for each answer, where noise lets answers share it (docs/training.md). `auto`: on a GPU."""
     checkpointing: Literal["auto", "none", "selective", "full"] = "auto"
     """What the backward pass computes again instead of keeping it. `none`: nothing. `selective`: what cheap operations give (norms, gated activation). `full`: whole layers. `auto`: the first of these whose plan fits the memory budget; none without a budget."""
     activation_offloading: bool = False
@@ -369,6 +371,11 @@ class Config(Section):
         if self.train.token_budget != "auto":
             return self.train.token_budget
         return max(DEFAULT_PASS_TOKENS, self.rollout.max_prompt_tokens + self.rollout.max_new_tokens)
+
+    def shares_prompts(self, device_type: str) -> bool:
+        """Whether passes compute a group's prompt once, as far as the configuration decides it."""
+        choice = self.train.share_prompts
+        return device_type == "cuda" if choice == "auto" else choice
 
     @property
     def decode_slots(self) -> int:

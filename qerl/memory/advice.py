@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from qerl.config.schema import Config
 from qerl.errors import ConfigError, MemoryBudgetError
-from qerl.memory.ledger import PHASES, predict, wanted_kv_bytes
+from qerl.memory.ledger import PHASES, mini_batch_tokens, predict, wanted_kv_bytes
 from qerl.model.spec import ModelSpec
 
 GB = 1e9
@@ -135,10 +135,7 @@ def _with_token_budget(config: Config, spec: ModelSpec, budget: Budget | None, d
     if budget is None:
         return changed(config, "train.token_budget", config.pass_tokens)
     longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
-    groups = -(-config.rollout.prompts_per_step // config.optim.updates_per_rollout)
-    most = min(
-        MOST_PASS_TOKENS, MOST_ELEMENTS // (2 * spec.intermediate_size), groups * config.rollout.group_size * longest
-    )
+    most = min(MOST_PASS_TOKENS, MOST_ELEMENTS // (2 * spec.intermediate_size), mini_batch_tokens(config, device_type))
     most = max(most, longest)
     ways = ORDER if config.train.checkpointing == "auto" else (config.train.checkpointing,)
 

@@ -39,9 +39,9 @@ from qerl.model.spec import ModelSpec
 PHASES = ("load", "rollout", "logprobs", "backward", "optimizer")
 CUBLAS_WORKSPACE, CUBLAS_USERS = 1 << 25, 3
 """cuBLAS on Hopper, for each of: the main thread, autograd's thread, the stream on which decode steps are captured."""
-BATCH_BYTES, BATCH_ANSWER_BYTES = 24, 32
-"""Of a token in a packed batch: id, position and sequence, int64; more for one of an answer: where it is predicted, target and
-sequence, int64, two log-probs."""
+BATCH_BYTES, BATCH_ANSWER_BYTES = 48, 32
+"""Of a token in a packed batch: id, position, sample, its key's place and the keys of shared prompts, int64; more for one of an
+answer: where it is predicted, target and sample, int64, two log-probs."""
 DECODE_ROWS = 64
 """Most rows for which the NVFP4 kernels read a packed weight as it is (``kernels.fp4_linear.decode``)."""
 LOGITS_HELD = 1
@@ -133,9 +133,9 @@ def predict(config: Config, spec: ModelSpec, *, device_type: str) -> Ledger:
             "noise": _rollout_noise(config, spec),
             "working": _sampling(config, spec, itemsize),
         },
-        "logprobs": {"batch": batch, "working": _scoring(config, spec, itemsize)},
+        "logprobs": {"batch": batch, "working": _scoring(config, spec, itemsize, device_type)},
         "backward": {
-            **_end_of_pass(config, spec, gradients, _activations(config, spec, itemsize, device_type)),
+            **_end_of_pass(config, spec, gradients, _activations(config, spec, itemsize, device_type), device_type),
             "batch": batch,
             "working": _backward_working(config, spec, itemsize, device_type),
         },
@@ -144,15 +144,26 @@ def predict(config: Config, spec: ModelSpec, *, device_type: str) -> Ledger:
     return Ledger(resident=resident, phases=phases)
 
 
-def micro_batch_tokens(config: Config) -> int:
+def micro_batch_tokens(config: Config, device_type: str) -> int:
     """T: most tokens of one micro-batch; the budget, or all that a mini-batch can have."""
-    return min(config.pass_tokens, mini_batch_tokens(config))
+    return min(config.pass_tokens, mini_batch_tokens(config, device_type))
 
 
-def mini_batch_tokens(config: Config) -> int:
+def mini_batch_tokens(config: Config, device_type: str) -> int:
     """Most tokens that one update is made from."""
     groups = -(-config.rollout.prompts_per_step // config.optim.updates_per_rollout)
-    return groups * config.rollout.group_size * (config.rollout.max_prompt_tokens + config.rollout.max_new_tokens)
+    return groups * group_tokens(config, device_type)[0]
+
+
+def group_tokens(config: Config, device_type: str) -> tuple[int, int]:
+    """Most tokens of a group, and keys that they have: those of a shared prompt once for itself and again for each answer."""
+    prompt, answers = config.rollout.max_prompt_tokens, config.rollout.group_size
+    each = prompt + config.rollout.max_new_tokens
+    aqn = config.aqn
+    apart = aqn.enabled and aqn.prompt != "clean" and aqn.scope not in ("rollout", "group")
+    if apart or not config.shares_prompts(device_type):
+        return answers * each, answers * each
+    return answers * each - (answers - 1) * prompt, answers * each + prompt
 
 
 def _batch(config: Config) -> int:
@@ -162,12 +173,13 @@ def _batch(config: Config) -> int:
     return rollout.prompts_per_step * rollout.group_size * token
 
 
-def _end_of_pass(config: Config, spec: ModelSpec, gradients: int, activations: int) -> dict[str, int]:
+def _end_of_pass(config: Config, spec: ModelSpec, gradients: int, activations: int, device_type: str) -> dict[str, int]:
     """Gradients and activations at the widest moment of a backward pass. All gradients are there from the second micro-batch on; in
     a single one they come layer by layer while activations go, so it is the pass's beginning or its end."""
     first, last = -(-gradients // spec.num_layers), -(-activations // spec.num_layers)
-    if mini_batch_tokens(config) > config.pass_tokens or gradients + last >= first + activations:
-        later = activations if mini_batch_tokens(config) > config.pass_tokens else last
+    several = mini_batch_tokens(config, device_type) > config.pass_tokens
+    if several or gradients + last >= first + activations:
+        later = activations if several else last
         return {"gradients": gradients, "activations": later}
     return {"gradients": first, "activations": activations}
 
@@ -222,11 +234,11 @@ def _sampling(config: Config, spec: ModelSpec, itemsize: int) -> int:
     return max(logits, _forward_values(spec) * tokens * itemsize + _unpacked(config, spec, itemsize))
 
 
-def _scoring(config: Config, spec: ModelSpec, itemsize: int) -> int:
+def _scoring(config: Config, spec: ModelSpec, itemsize: int, device_type: str) -> int:
     """A pass without gradients, where there is one: the widest moment of a layer, or a chunk of logits."""
     if config.objective.denominator != "recomputed" and config.objective.kl_coef == 0:
         return 0
-    tokens = micro_batch_tokens(config)
+    tokens = micro_batch_tokens(config, device_type)
     layer = _forward_values(spec) * tokens * itemsize + _unpacked(config, spec, itemsize)
     return _rotation(spec, tokens) + max(layer, _head_working(spec, tokens, itemsize))
 
@@ -276,8 +288,11 @@ def kept_values(config: Config, spec: ModelSpec, device_type: str) -> int:
 
 
 def _layer_bytes(config: Config, spec: ModelSpec, itemsize: int, device_type: str) -> int:
-    """Bytes a token of one layer kept whole: values, a float32 a norm and a head; the CPU also keeps noise that differs by token."""
+    """Bytes a token of one layer kept whole: values, a float32 a norm and a head; keys and values of shared prompts for every answer;
+    the CPU also keeps noise that differs by token."""
     size = kept_values(config, spec, device_type) * itemsize + 4 * (2 + spec.num_heads)
+    tokens, keys = group_tokens(config, device_type)
+    size += 2 * spec.kv_size * itemsize * (keys - tokens) // tokens
     differs = config.aqn.scope != "rollout" or config.aqn.prompt == "clean"
     if differs and device_type == "cpu":
         size += 4 * shapes.noise_width(config, spec) // spec.num_layers
@@ -291,13 +306,13 @@ def _activations(config: Config, spec: ModelSpec, itemsize: int, device_type: st
         layers = spec.num_layers * _layer_bytes(config, spec, itemsize, device_type)
     else:
         layers = stream * (1 if config.train.activation_offloading else spec.num_layers)
-    return micro_batch_tokens(config) * layers
+    return micro_batch_tokens(config, device_type) * layers
 
 
 def _backward_working(config: Config, spec: ModelSpec, itemsize: int, device_type: str) -> int:
     """The most of: a tile of logits with what is around it, and one layer's gradients (those of gate and up are the widest, and the
     stream's), on top of that layer computed again under full checkpointing."""
-    tokens = micro_batch_tokens(config)
+    tokens = micro_batch_tokens(config, device_type)
     inner, hidden = spec.intermediate_size, spec.hidden_size
     flow = (2 * inner + hidden) * tokens * itemsize + _unpacked(config, spec, itemsize)
     if config.train.mode == "full":

@@ -1,6 +1,6 @@
 """What a decoder layer needs of its surroundings to attend, and the packed form used by training passes.
 
-Shape legend: T packed tokens, S sequences, H query heads, K key/value heads, d head dimension, X = (H + 2 K) d.
+Shape legend: T packed tokens, U their keys, S sequences, H query heads, K key/value heads, d head dimension, X = (H + 2 K) d.
 
 The decoder hands the projections of the new tokens, and how they are rotated, to a context object; where keys and values go, and
 where earlier ones live, is the context's business.
@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from qerl.kernels.attention import packed_attention
+from qerl.kernels.attention import KeySpans, Repeats, packed_attention, repeat_prefixes
 from qerl.kernels.rope import HeadNorms, rope, rope_append
 
 
@@ -82,15 +82,27 @@ class AttentionContext(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedPrompts:
+    """How some sequences of a pack continue another, the prompt that they share. Its tokens stand there once."""
+
+    sequence_T: Tensor
+    """int64 [T]: the sample that a token counts as; one of a shared prompt as the first that continues it."""
+    repeats: Repeats
+    keys: KeySpans
+
+
 class PackedSequences:
-    """Whole sequences packed end to end without padding; each token attends to its own sequence up to itself.
+    """Sequences packed end to end without padding; each token attends to its own sequence up to itself, and to the prompt that the
+    sequence continues, if it does.
 
     Args:
         cu_seqlens_S1: int64 [S + 1], where each sequence begins, and T.
         positions_T: int64 [T]; counted from each sequence's beginning when not given.
-        sample_keys_S: int64 [S], sample key of each sequence, with ``prompt_lengths_S``; needed by noise that differs
+        sample_keys_S: int64 [S], sample key of each sample, with ``prompt_lengths_S``; needed by noise that differs
             between samples or between prompt and answer.
         prompt_lengths_S: int64 [S].
+        shared: which sequences continue which; the samples are then fewer than the sequences. None: each sample is one sequence.
     """
 
     def __init__(
@@ -100,16 +112,21 @@ class PackedSequences:
         *,
         sample_keys_S: Tensor | None = None,
         prompt_lengths_S: Tensor | None = None,
+        shared: SharedPrompts | None = None,
     ):
         self.cu_seqlens_S1 = cu_seqlens_S1
+        self.shared = shared
         # Asked of the device once a pack, and not once a layer.
         self.lengths = tuple(cu_seqlens_S1.diff().tolist())
         self.positions_T = packed_positions(cu_seqlens_S1) if positions_T is None else positions_T
         self.samples: SampleRows | None = None
         if sample_keys_S is not None and prompt_lengths_S is not None:
-            sequence_T = torch.arange(len(sample_keys_S), device=cu_seqlens_S1.device).repeat_interleave(
-                cu_seqlens_S1.diff(), output_size=self.positions_T.numel()
-            )
+            if shared is not None:
+                sequence_T = shared.sequence_T
+            else:
+                sequence_T = torch.arange(len(sample_keys_S), device=cu_seqlens_S1.device).repeat_interleave(
+                    cu_seqlens_S1.diff(), output_size=self.positions_T.numel()
+                )
             self.samples = SampleRows(keys_S=sample_keys_S, prompt_lengths_S=prompt_lengths_S, sequence_T=sequence_T)
 
     def attend(self, layer: int, qkv_TX: Tensor, rotary: Rotary) -> Tensor:
@@ -117,7 +134,12 @@ class PackedSequences:
 
     def attend_heads(self, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor) -> Tensor:
         """Attention output [T, H, d] of heads that are rotated already."""
-        return packed_attention(q_THd, k_TKd, v_TKd, self.cu_seqlens_S1, q_THd.shape[-1] ** -0.5, lengths=self.lengths)
+        scale = q_THd.shape[-1] ** -0.5
+        if self.shared is None:
+            return packed_attention(q_THd, k_TKd, v_TKd, self.cu_seqlens_S1, scale, lengths=self.lengths)
+        k_UKd, v_UKd = repeat_prefixes(k_TKd, v_TKd, self.shared.repeats)
+        keys = self.shared.keys
+        return packed_attention(q_THd, k_UKd, v_UKd, self.cu_seqlens_S1, scale, lengths=self.lengths, keys=keys)
 
 
 def packed_positions(cu_seqlens_S1: Tensor) -> Tensor:

@@ -225,14 +225,12 @@ class Call:
                 sources.append(bounds[-1] + positions)
                 places.append(targets)
             bounds.append(len(tokens))
-        whose: dict[str, Tensor] = {}
+        keys_S = prompts_S = None
         if self.by_sample:
             heads = [start.sequences[0] for start in fresh]
-            whose = {
-                "sample_keys_S": torch.tensor([head.sample_key for head in heads], device=device),
-                "prompt_lengths_S": torch.tensor([head.prompt_length for head in heads], device=device),
-            }
-        packed = PackedSequences(torch.tensor(bounds, device=device), **whose)
+            keys_S = torch.tensor([head.sample_key for head in heads], device=device)
+            prompts_S = torch.tensor([head.prompt_length for head in heads], device=device)
+        packed = PackedSequences(torch.tensor(bounds, device=device), sample_keys_S=keys_S, prompt_lengths_S=prompts_S)
         source_M, place_M = (torch.from_numpy(np.concatenate(parts)).to(device) for parts in (sources, places))
         return torch.tensor(tokens, device=device), PrefillContext(cache, packed, source_M, place_M)
 

@@ -12,7 +12,7 @@ Which policy is trained and what it is divided by (``docs/objectives.md`` has th
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -108,9 +108,13 @@ def learn(
     updates = config.optim.updates_per_rollout
     minibatches = split_minibatches(samples, updates)
     device = model.device
+    prefix_key = _prefix_key(config, device, replayed)
     with timer.stage("logprobs"), torch.no_grad():
         prepared = [
-            [_with_frozen_logprobs(config, model, batch, replayed) for batch in pack(part, config.pass_tokens, device)]
+            [
+                _with_frozen_logprobs(config, model, batch, replayed)
+                for batch in pack(part, config.pass_tokens, device, prefix_key=prefix_key)
+            ]
             for part in minibatches
         ]
     stats = LearnStats()
@@ -145,6 +149,13 @@ def learn(
                 raise found.error(None)
             stats.nonfinite_updates += 1
     return stats
+
+
+def _prefix_key(config: Config, device: torch.device, noise: Noise | None) -> Callable[[int], int] | None:
+    """Which samples may share their prompt: what the only noise that a pass may see makes of it; None where prompts are not shared."""
+    if not config.shares_prompts(device.type):
+        return None
+    return (lambda key: 0) if noise is None else noise.prefix_key
 
 
 def _with_frozen_logprobs(config: Config, model: Decoder, batch: TrainBatch, noise: Noise | None) -> MicroBatch:

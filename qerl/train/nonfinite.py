@@ -63,7 +63,8 @@ def write_nonfinite(path: Path, found: NonFinite) -> None:
 
 
 def _tensors(batch: TrainBatch) -> dict[str, Tensor]:
-    return {field.name: getattr(batch, field.name).cpu() for field in fields(batch)}
+    """What was packed. How shared prompts are read follows from the pieces."""
+    return {field.name: getattr(batch, field.name).cpu() for field in fields(batch) if field.name != "shared"}
 
 
 def names_of(gradients: Sequence[tuple[str, Tensor | None]]) -> tuple[str, ...]:

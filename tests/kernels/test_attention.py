@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from qerl.kernels.attention import packed_attention
+from qerl.kernels.attention import KeySpans, Repeats, packed_attention, repeat_prefixes
 
 LENGTHS = [[1], [5, 5, 5], [3, 1, 7, 2], [1, 9]]
 HEADS = [(4, 4), (4, 2), (6, 1), (6, 3)]
@@ -70,3 +70,40 @@ def test_no_token_sees_the_future():
     before = packed_attention(q, k, v, offsets([6]), 0.3)[:5]
     k[5], v[5] = 50.0, 50.0
     torch.testing.assert_close(packed_attention(q, k, v, offsets([6]), 0.3)[:5], before, rtol=1e-13, atol=0)
+
+
+def spans(key_lengths):
+    return KeySpans(cu_keys_S1=offsets(key_lengths), lengths=tuple(key_lengths))
+
+
+@pytest.mark.parametrize(("lengths", "key_lengths"), [([3, 2], [3, 5]), ([4], [9]), ([1, 5, 2, 3], [6, 5, 4, 10])])
+@pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
+def test_a_sequence_with_more_keys_than_tokens_is_the_end_of_a_whole_one(lengths, key_lengths, heads, kv_heads):
+    q, k, v = qkv(sum(key_lengths), heads, kv_heads)
+    whole = by_loops(q, k, v, key_lengths, 0.3)
+    stops = offsets(key_lengths)[1:].tolist()
+    ends = torch.cat([torch.arange(stop - length, stop) for stop, length in zip(stops, lengths, strict=True)])
+    out = packed_attention(q[ends], k, v, offsets(lengths), 0.3, keys=spans(key_lengths))
+    torch.testing.assert_close(out, whole[ends], rtol=1e-12, atol=1e-12)
+
+
+def test_gradients_reach_keys_before_the_tokens():
+    q, k, v = (t.requires_grad_() for t in qkv(9, 4, 2, size=4))
+    assert torch.autograd.gradcheck(
+        lambda q, k, v: packed_attention(q[:5], k, v, offsets([2, 3]), 0.5, keys=spans([3, 6])), (q, k, v)
+    )
+
+
+def test_keys_of_a_prompt_are_repeated_and_their_gradients_added():
+    """A prompt of two tokens (0, 1) with answers of two (2, 3) and one (4); then one of one token (5) with one answer (6)."""
+    repeats = Repeats(
+        source_U=torch.tensor([0, 1, 0, 1, 2, 3, 0, 1, 4, 5, 5, 6]),
+        own_T=torch.tensor([0, 1, 4, 5, 8, 9, 11]),
+        prompt_R=torch.tensor([0, 1, 5]),
+        copies_RC=torch.tensor([[2, 6], [3, 7], [10, 0]]),
+        real_RC=torch.tensor([[True, True], [True, True], [True, False]]),
+    )
+    k, v = (t.requires_grad_() for t in qkv(7, 2, 1, size=3)[1:])
+    repeated = repeat_prefixes(k, v, repeats)
+    assert torch.equal(repeated[0], k[repeats.source_U]) and torch.equal(repeated[1], v[repeats.source_U])
+    assert torch.autograd.gradcheck(lambda k, v: repeat_prefixes(k, v, repeats), (k, v))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from qerl.kernels.attention import flash, reference
+from qerl.kernels.attention import KeySpans, flash, reference
 
 
 @pytest.mark.parametrize(
@@ -28,13 +28,14 @@ class StandIn:
     def __init__(self):
         self.calls = []
 
-    def apply(self, q, k, v, bounds, scale, longest):
-        assert bounds.dtype == torch.int32
-        assert int(bounds[0]) == 0
-        assert int(bounds[-1]) == len(q) == len(k) == len(v)
-        assert longest == int(bounds.diff().max())
+    def apply(self, q, k, v, bounds, key_bounds, scale, longest):
+        assert bounds.dtype == key_bounds.dtype == torch.int32
+        assert int(bounds[0]) == int(key_bounds[0]) == 0
+        assert int(bounds[-1]) == len(q) and int(key_bounds[-1]) == len(k) == len(v)
+        assert longest == (int(bounds.diff().max()), int(key_bounds.diff().max()))
         self.calls.append(bounds.diff().tolist())
-        return reference.packed_attention(q, k, v, bounds.long(), scale)
+        keys = KeySpans(cu_keys_S1=key_bounds.long(), lengths=tuple(key_bounds.diff().tolist()))
+        return reference.packed_attention(q, k, v, bounds.long(), scale, keys=keys)
 
 
 @pytest.mark.parametrize("given", [True, False])
@@ -53,6 +54,21 @@ def test_values_and_gradients_do_not_depend_on_the_division(monkeypatch, given):
         results.append((output, *torch.autograd.grad(output.float().square().sum(), leaves)))
     assert stand_in.calls == [[5], [90], [1, 7]]
     torch.testing.assert_close(*results, rtol=2e-2, atol=2e-2)
+
+
+def test_keys_are_divided_with_their_tokens(monkeypatch):
+    lengths, counts = (5, 60, 1, 7), (5, 90, 20, 9)
+    stand_in = StandIn()
+    monkeypatch.setattr(flash, "_PackedAttention", stand_in)
+    monkeypatch.setattr(flash, "_processors", lambda device: 64)
+    bounds, key_bounds = (torch.tensor([0, *sizes]).cumsum(0) for sizes in (lengths, counts))
+    keys = KeySpans(cu_keys_S1=key_bounds, lengths=counts)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(n, h, 8, generator=generator).bfloat16() for n, h in ((73, 4), (124, 2), (124, 2)))
+    found = flash.packed_attention(q, k, v, bounds, 0.3, lengths, keys)
+    assert stand_in.calls == [[5], [60], [1, 7]]
+    expected = reference.packed_attention(q, k, v, bounds, 0.3, lengths, keys)
+    torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
 
 
 def test_input_that_flash_attention_does_not_take_goes_to_the_reference(monkeypatch):

@@ -7,7 +7,7 @@ from op_cases import STREAM, head_norms, keyed, noises, random, rotation
 
 from qerl.kernels import philox
 from qerl.kernels.activation import silu_mul
-from qerl.kernels.attention import packed_attention
+from qerl.kernels.attention import KeySpans, packed_attention
 from qerl.kernels.quantize import quantize
 from qerl.kernels.rms_norm import add_rms_norm, noise_values, rms_norm
 from qerl.kernels.rope import HeadNorms, rope, rope_append
@@ -253,19 +253,30 @@ def test_quantized_weights_have_the_bytes_of_the_format(make):
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(28, 4, 128), (14, 2, 64), (8, 8, 96)])
-@pytest.mark.parametrize("bounds", [(0, 1, 64, 200, 777, 1000), (0, 30, 2100, 2101, 2160)])
-def test_packed_attention(heads, kv_heads, size, bounds):
-    """Of like sequences, and of one that is given a call of its own."""
-    cu_seqlens, tokens = torch.tensor(bounds, device=DEVICE), bounds[-1]
+@pytest.mark.parametrize(
+    ("lengths", "counts"),
+    [
+        ((1, 63, 136, 577, 223), None),
+        ((30, 2070, 1, 59), None),
+        ((100, 300, 512, 7), (100, 400, 612, 107)),
+        ((128, 1, 2900, 40), (128, 129, 3028, 168)),
+    ],
+)
+def test_packed_attention(heads, kv_heads, size, lengths, counts):
+    """Of like sequences, of one that is given a call of its own, and of answers that go on from a prompt."""
+    bounds, key_bounds = (torch.tensor([0, *sizes], device=DEVICE).cumsum(0) for sizes in (lengths, counts or lengths))
+    keys = None if counts is None else KeySpans(cu_keys_S1=key_bounds, lengths=counts)
     inputs = [
         random(tokens, n, size, seed=i, device=DEVICE, dtype=torch.bfloat16)
-        for i, n in enumerate((heads, kv_heads, kv_heads))
+        for i, (tokens, n) in enumerate(
+            ((sum(lengths), heads), (int(key_bounds[-1]), kv_heads), (int(key_bounds[-1]), kv_heads))
+        )
     ]
-    grad = random(tokens, heads, size, seed=5, device=DEVICE, dtype=torch.bfloat16)
+    grad = random(sum(lengths), heads, size, seed=5, device=DEVICE, dtype=torch.bfloat16)
     results = []
     for kernel, dtype in (("flash", torch.bfloat16), ("flash", torch.bfloat16), ("reference", torch.float32)):
         leaves = [t.to(dtype).requires_grad_() for t in inputs]
-        output = packed_attention(*leaves, cu_seqlens, size**-0.5, kernel=kernel)
+        output = packed_attention(*leaves, bounds, size**-0.5, keys=keys, kernel=kernel)
         results.append((output, *torch.autograd.grad(output, leaves, grad.to(dtype))))
     for found, again, exact in zip(*results, strict=True):
         assert torch.equal(found, again)

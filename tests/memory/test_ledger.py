@@ -5,7 +5,7 @@ from memory_builders import GRPO_STEP, configured, qwen
 from tiny_models import load_tiny, write_tiny
 
 from qerl.memory import PHASES, predict, trained_tensors
-from qerl.memory.ledger import kv_bytes, micro_batch_tokens
+from qerl.memory.ledger import group_tokens, kv_bytes, micro_batch_tokens
 from qerl.records import Prompt, SamplingSpec
 from qerl.rollout.engine import Engine
 
@@ -127,19 +127,36 @@ def test_offloaded_layer_inputs_are_one_instead_of_one_a_layer():
 
 
 def test_a_micro_batch_is_no_larger_than_what_there_is_to_learn_from():
-    assert micro_batch_tokens(configured(*GRPO_STEP)) == 8192
-    few = configured(
+    assert micro_batch_tokens(configured(*GRPO_STEP), "cuda") == 8192
+    few = (
         "rollout.prompts_per_step=2",
         "rollout.group_size=2",
         "rollout.max_prompt_tokens=10",
         "rollout.max_new_tokens=90",
     )
-    assert micro_batch_tokens(few) == 400
-    halves = configured(
-        "rollout.prompts_per_step=2", "rollout.group_size=2", "rollout.max_prompt_tokens=10",
-        "rollout.max_new_tokens=90", "optim.updates_per_rollout=2",
-    )  # fmt: skip
-    assert micro_batch_tokens(halves) == 200
+    assert micro_batch_tokens(configured(*few), "cpu") == 400
+    assert micro_batch_tokens(configured(*few, "optim.updates_per_rollout=2"), "cpu") == 200
+    # A prompt stands once for its two answers, unless noise tells them apart there.
+    assert micro_batch_tokens(configured(*few), "cuda") == 380
+    assert micro_batch_tokens(configured(*few, "aqn.scope=group"), "cuda") == 380
+    assert micro_batch_tokens(configured(*few, "aqn.scope=response"), "cuda") == 400
+    assert micro_batch_tokens(configured(*few, "aqn.scope=response", "aqn.prompt=clean"), "cuda") == 380
+    assert micro_batch_tokens(configured(*few, "aqn.scope=response", "aqn.enabled=false"), "cuda") == 380
+    assert group_tokens(configured(*few), "cuda") == (190, 210)
+
+
+def test_gradients_of_a_single_pass_come_as_activations_go():
+    """Two micro-batches hold all gradients beside the activations of the second; one does not."""
+    spec = qwen("7b")
+    once = predict(configured(*GRPO_STEP, "train.token_budget=20000"), spec, device_type="cuda").phases["backward"]
+    twice = predict(configured(*GRPO_STEP, "train.token_budget=16000"), spec, device_type="cuda").phases["backward"]
+    assert twice["gradients"] == 28 * once["gradients"]
+    assert once["activations"] / twice["activations"] == pytest.approx((128 + 8 * 2048) / 16000, rel=1e-3)
+    # Few tokens: all gradients at the end of the pass weigh more than all activations at its beginning.
+    short = ("rollout.max_new_tokens=16", "rollout.max_prompt_tokens=16", "train.checkpointing=full")
+    end = predict(configured(*GRPO_STEP, *short), spec, device_type="cuda").phases["backward"]
+    assert end["gradients"] == twice["gradients"]
+    assert end["activations"] == pytest.approx(144 * 2 * 3584, rel=1e-3)
 
 
 @pytest.mark.parametrize("settings", [(), ("rollout.max_prompt_tokens=100", "rollout.max_new_tokens=61")])

@@ -1,5 +1,7 @@
 """The gradient of a training step: that of PEFT and transformers, however the answers are packed and whatever is recomputed."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import transformers
@@ -10,6 +12,7 @@ from tiny_models import load_tiny, randomize_adapters, write_tiny
 
 from qerl.config.load import load_config
 from qerl.config.schema import LoraConfig, QuantConfig
+from qerl.model.aqn import NoiseState
 from qerl.model.checkpoint import save_adapter
 from qerl.objective.batch import Sample
 from qerl.records import Completion, Prompt
@@ -63,7 +66,7 @@ def samples(shapes, seed=0):
     return made
 
 
-def our_gradients(model, groups, *overrides):
+def our_gradients(model, groups, *overrides, noise=None):
     """(loss, gradients by name) of one mini-batch through ``learn``."""
     config = load_config(
         None,
@@ -73,7 +76,7 @@ def our_gradients(model, groups, *overrides):
         ],
     )  # fmt: skip
     optimizer = Recording(model.trainable_parameters(), config.optim)
-    stats = learn(config, model, optimizer, groups, noise=None, completed=0, timer=StageTimer())
+    stats = learn(config, model, optimizer, groups, noise=noise, completed=0, timer=StageTimer())
     for parameter in model.parameters():
         parameter.grad = None
     return stats.metrics()["loss"], optimizer.gradients
@@ -177,3 +180,46 @@ def test_full_mode_gives_the_same_gradient_under_any_packing(folder):
     loss, cut = our_gradients(model, groups, *full, "train.token_budget=20", "train.checkpointing=full")
     assert loss == pytest.approx(whole_loss, rel=1e-5)
     assert_same(whole, cut)
+
+
+GROUPS = ((5, (9, 4, 1)), (8, (12,)), (2, (6, 3, 7, 2)))
+"""(prompt tokens, answer tokens of each answer) of each group."""
+
+
+def grouped(seed=0):
+    """Groups whose answers have one prompt."""
+    made = []
+    for index, (prompt_length, lengths) in enumerate(GROUPS):
+        answers = samples([(prompt_length, n) for n in lengths], seed=seed + index)
+        prompt = answers[0].completion.prompt
+        keys = range(4 * index, 4 * index + len(answers))
+        made.append(
+            [
+                replace(a, completion=replace(a.completion, prompt=prompt, sample_key=key))
+                for a, key in zip(answers, keys, strict=True)
+            ]
+        )
+    return made
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("budget", [4000, 30])
+@pytest.mark.parametrize(
+    "noise",
+    [None, {"scope": "rollout"}, {"scope": "group"}, {"scope": "response", "prompt": "clean"}, {"scope": "response"}],
+    ids=lambda noise: "-".join((noise or {"off": "off"}).values()),
+)
+def test_a_prompt_computed_once_for_its_group_gives_the_same_gradient(folder, recompute, budget, noise):
+    model = load_tiny(folder, lora=LORA)
+    randomize_adapters(model)
+    seen = None
+    if noise is not None:
+        state = NoiseState(
+            seed=0, rollout=1, stage=1, sigma=0.2, sites=("attn_norm", "mlp_norm"), group_size=4, **noise
+        )
+        seen = state.materialize(model)
+    settings = (f"train.checkpointing={recompute}", f"train.token_budget={budget}", "objective.denominator=recomputed")
+    loss, apart = our_gradients(model, grouped(), *settings, "train.share_prompts=false", noise=seen)
+    shared_loss, shared = our_gradients(model, grouped(), *settings, "train.share_prompts=true", noise=seen)
+    assert shared_loss == pytest.approx(loss, rel=1e-5)
+    assert_same(apart, shared)

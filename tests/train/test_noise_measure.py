@@ -38,8 +38,8 @@ def distributions(session, batch, noise):
     """float64 log-softmax of every answer position, one sequence at a time."""
     for packed in batch.batches:
         context = packed.context()
-        for row, start in enumerate(packed.cu_seqlens_S1[:-1].tolist()):
-            stop = int(packed.cu_seqlens_S1[row + 1])
+        for row, start in enumerate(packed.cu_pieces_P1[:-1].tolist()):
+            stop = int(packed.cu_pieces_P1[row + 1])
             one = type(context)(
                 torch.tensor([0, stop - start]),
                 sample_keys_S=packed.sample_keys_S[row : row + 1],
