@@ -1,6 +1,6 @@
 """The training step on a GPU: log-prob pass, backward pass, update; memory against its prediction; whole GRPO steps, also under a cap.
 
-    python benchmarks/step.py [--out results/step_h200.json] [--only passes,whole,peers] [--seconds 400] [--tiny]
+    python benchmarks/step.py [--out results/step_h200.json] [--only passes,whole,peers] [--add FILE ...] [--seconds 400] [--tiny]
 
 Models have Qwen2.5 shapes and random weights (speed does not depend on the values), LoRA rank 32 on all seven projections with
 trained norms. ``passes``: an update from eight answers of 2048 tokens, of which 1920 are in the loss, in micro-batches of 4k and of
@@ -37,13 +37,15 @@ from training import (
     questions,
     random_answers,
     rated,
+    samples,
     settings,
     spec_of,
     synchronize,
 )
 
 from qerl import memory
-from qerl.records import Completion, SamplingSpec
+from qerl.objective.batch import pack
+from qerl.records import Completion, SamplingSpec, TrainBatch
 from qerl.report.speedup import speed_up
 from qerl.rollout.engine import Engine
 from qerl.train.optimizer import make_optimizer
@@ -196,8 +198,10 @@ class Bench:
         switches = [seconds for _, seconds in steps]
         row["seconds"] = {**stages, "to_training": max(switches), "step": sum(stages.values()) + max(switches)}
         row["answer_tokens"] = 8 * case.prompts * run.new
-        row["memory"] = compare(run.config(MICRO_BATCH), run.model.spec, steps[-1][0], ("rollout", *STAGES))
-        row["passes"] = -(-8 * case.prompts // max(1, MICRO_BATCH // (self.prompt + run.new)))
+        # The plan is for passes that are full; answers of one length leave some room in each.
+        packs = [batch.num_tokens for batch in run.packs()]
+        row["memory"] = compare(run.config(max(packs)), run.model.spec, steps[-1][0], ("rollout", *STAGES))
+        row["passes"] = packs
         return row
 
     def speed_ups(self) -> dict[str, Any]:
@@ -272,6 +276,17 @@ class Run:
         answers = random_answers(self.model.spec, self.prompts[:1], [min(64, self.new)] * 8)
         learned(self.config(MICRO_BATCH), self.model, self.optimizer, answers, StageTimer(self.device))
 
+    def packs(self) -> list[TrainBatch]:
+        """The micro-batches of a step."""
+        answers = random_answers(self.model.spec, self.prompts, [self.new] * (8 * len(self.prompts)))
+        items = [sample for group in samples(answers) for sample in group]
+        shares = self.config(MICRO_BATCH).shares_prompts(self.device.type)
+        return list(
+            pack(
+                items, self.config(MICRO_BATCH).pass_tokens, self.device, prefix_key=(lambda key: 0) if shares else None
+            )
+        )
+
     def step(self) -> tuple[StageTimer, float]:
         """Rollout and update; the stages' times, and the seconds between rollout and training."""
         timer = StageTimer(self.device)
@@ -291,12 +306,17 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--only", default="passes,peers,whole", help="kinds of cases, with commas")
     parser.add_argument("--sizes", default="0.5B,7B,14B,32B", help="sizes, with commas")
+    parser.add_argument(
+        "--add", type=Path, nargs="*", default=[], help="earlier outputs whose rows are kept beside the new ones"
+    )
     parser.add_argument("--seconds", type=float, default=400.0)
     parser.add_argument("--tiny", action="store_true")
     arguments = parser.parse_args()
     # With its number, as tensors name it: what is cached by device is then found again.
     device = torch.device("cpu" if arguments.tiny else "cuda:0")
     bench = Bench(device, arguments.seconds, tiny=arguments.tiny)
+    for path in arguments.add:
+        bench.rows |= json.loads(path.read_text())["rows"]
     known = facts(device) | {"tokens_of_an_answer": PROMPT + ANSWER, "answer_tokens_in_the_loss": ANSWER, "gb": GB}
     print(json.dumps(known), flush=True)
     for case in CASES:

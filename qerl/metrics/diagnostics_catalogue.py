@@ -139,7 +139,7 @@ _CANARY = section(
     (
         "canary/adapter_effect",
         "nats",
-        "Mean |log-prob with - without adapters| of the canary's tokens in the trainer; 0 with adapters that are not zero stops the run.",
+        "Mean |log-prob with - without adapters| of the canary's tokens in the trainer, after the first step and every tenth; 0 with adapters that are not zero stops the run.",
     ),
     (
         "canary/engine_difference",

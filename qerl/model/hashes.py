@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -17,17 +17,34 @@ CHUNK_WORDS = 1 << 24
 
 
 def adapter_hash(model: Decoder) -> str:
-    """Hash of what learns: the adapter matrices and their scale, or in full mode every weight by its fingerprint. 16 hex
-    digits of SHA-256."""
-    tensors = []
+    """Hash of what learns, by fingerprints: the adapter matrices and their scale, or in full mode every weight. 16 hex digits of
+    SHA-256."""
     if model.full:
-        tensors = [(name, fingerprint(tensor)) for name, tensor in model_tensors(model).items()]
-    for linear in model.grouped_linears():
-        if linear.lora is not None:
-            scale = torch.tensor(linear.lora.scale, dtype=torch.float64)
-            for name, (a_RI, b_OR) in linear.lora.matrices().items():
-                tensors += [(f"{name}.scale", scale), (f"{name}.a", a_RI), (f"{name}.b", b_OR)]
-    return _hash(tensors)
+        return _hash((name, fingerprint(tensor)) for name, tensor in model_tensors(model).items())
+    named = [
+        (f"{name}.{part} {linear.lora.scale!r}", tensor)
+        for linear in model.grouped_linears()
+        if linear.lora is not None
+        for name, matrices in linear.lora.matrices().items()
+        for part, tensor in zip("ab", matrices, strict=True)
+    ]
+    digest = hashlib.sha256("".join(f"{name} {list(tensor.shape)}\n" for name, tensor in named).encode())
+    # Many at once, end to end: they are hundreds, and small.
+    for part in _stretches([tensor for _, tensor in named]):
+        digest.update(_bytes(fingerprint(torch.cat([tensor.detach().reshape(-1) for tensor in part]))))
+    return digest.hexdigest()[:16]
+
+
+def _stretches(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Neighbors of together at most ``CHUNK_WORDS`` elements, or one that has more."""
+    part: list[Tensor] = []
+    for tensor in tensors:
+        if part and sum(other.numel() for other in part) + tensor.numel() > CHUNK_WORDS:
+            yield part
+            part = []
+        part.append(tensor)
+    if part:
+        yield part
 
 
 def norm_hash(model: Decoder) -> str:
@@ -80,6 +97,9 @@ def _hash(tensors: Iterable[tuple[str, Tensor]]) -> str:
     digest = hashlib.sha256()
     for name, tensor in tensors:
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
-        data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        digest.update(data.numpy().data)
+        digest.update(_bytes(tensor))
     return digest.hexdigest()[:16]
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data

@@ -213,8 +213,10 @@ def test_log_probs_and_the_gradient_to_the_hidden_states(tokens, vocabulary, wid
     for kernel, found in results.items():
         print(f"{kernel}: gradient error {error(found[2], exact[2]):.2e}", end="; ")
         # Tensor cores cut off instead of rounding when they add, so all logits shrink a little, the more the wider the model:
-        # measured 4.4e-6 of a log-prob at width 3584. An entropy changes by the variance of the logits times that.
-        assert ((found[0] - exact[0]).abs() < 2e-5 + 1e-5 * exact[0].abs()).all(), kernel
+        # measured 3.3e-6 to 4.4e-6 at width 3584. A log-prob changes by its logit's distance from the mean logit (log p + H) times
+        # that, an entropy by the variance of the logits times that.
+        shrunk = 5e-6 * (exact[0] + exact[1]).abs()
+        assert ((found[0] - exact[0]).abs() < 2e-5 + 1e-5 * exact[0].abs() + shrunk).all(), kernel
         assert ((found[1] - exact[1]).abs() < 1e-3).all(), kernel
         assert error(found[2], exact[2]) < 5e-3
     for found, expected in zip(results["auto"][:2], results["reference"][:2], strict=True):

@@ -1,14 +1,18 @@
 """The canary must stay silent in sound runs, and name the part that is broken in others."""
 
 import copy
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from rollout_builders import load_tiny, make_prompts, shift_adapters, write_checkpoint
 
+from qerl.config.load import load_config
 from qerl.errors import TrainingError
 from qerl.model.tokenizer import load_tokenizer
 from qerl.rollout.engine import Engine
+from qerl.train.diagnostics import observer
 from qerl.train.diagnostics.canary import Readings, adapter_size, check_canary, read_canary
 from qerl.train.diagnostics.passes import answer_logprobs, pack_answers
 
@@ -107,3 +111,26 @@ def test_bfloat16_may_differ_more_than_float32():
     check_canary(sound(engine_difference=0.05), torch.bfloat16)
     with pytest.raises(TrainingError, match=r"at most 0\.001 in float32"):
         check_canary(sound(engine_difference=0.05), torch.float32)
+
+
+def test_adapters_are_switched_off_after_the_first_step_and_every_tenth(model, folder, monkeypatch):
+    found = readings(model, folder)
+    engine = Engine(model, load_tokenizer(folder))
+    without = read_canary(model, engine, scorer(model), PROMPT, temperature=1.0, seed=0, step=1, without=False)
+    assert without.engine_difference == found.engine_difference and without.adapter_size == found.adapter_size
+    assert without.metrics().keys() == {"canary/adapter_size", "canary/engine_difference"}
+    check_canary(without, torch.float32)
+    with pytest.raises(TrainingError, match="disagree"):
+        check_canary(replace(without, engine_difference=1.0), torch.float32)
+    asked = []
+
+    def read(*args, without, **kwargs):
+        asked.append(without)
+        return sound()
+
+    monkeypatch.setattr(observer, "read_canary", read)
+    config = load_config(None, ["diagnostics.every=0"])
+    watching = observer.Diagnostics(config, None, SimpleNamespace(model=model, engine=engine), [PROMPT])
+    for step in range(1, 12):
+        watching.after_updates(step)
+    assert asked == [True, *[False] * 8, True, False]

@@ -1,7 +1,9 @@
 """The adapter canary: after each step's updates, do trainer and engine both use the adapters, and agree?
 
 An engine that ignores the adapter, or reads an old one, samples from the base model while the trainer improves a policy
-that nobody plays: rewards stay flat and every loss looks sound. One short answer a step tells.
+that nobody plays: rewards stay flat and every loss looks sound. One short answer a step tells. That adapters change something is a
+matter of how things are put together: it is looked at after the first step and every ``AGAIN_EVERY`` steps; that engine and trainer
+agree, after every step.
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ from qerl.rollout.engine import Engine
 
 CANARY_STREAM = "canary"
 CANARY_TOKENS = 6
+AGAIN_EVERY = 10
+"""Steps between answers and scores without adapters."""
 
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.2}
 """Compute type -> mean |log-prob of the engine - of the trainer| over the canary's tokens above which they disagree.
@@ -39,27 +43,32 @@ class Readings:
 
     adapter_size: float
     """Largest |scale * B| of all adapters."""
-    adapter_effect: float
-    """Mean |log-prob with - without adapters| in the trainer."""
+    adapter_effect: float | None
+    """Mean |log-prob with - without adapters| in the trainer; None where nothing was scored without them."""
     engine_difference: float
     """Mean |engine - trainer|, adapters on."""
-    engine_moved: bool
-    """Whether the engine's answer or its log-probs change when adapters are switched off."""
+    engine_moved: bool | None
+    """Whether the engine's answer or its log-probs change when adapters are switched off; None where they were not."""
     telling: bool
     """Whether a token was uncertain enough for its log-prob to show a change."""
 
     def metrics(self) -> dict[str, float]:
-        return {
-            "canary/adapter_size": self.adapter_size,
-            "canary/adapter_effect": self.adapter_effect,
-            "canary/engine_difference": self.engine_difference,
-        }
+        found = {"canary/adapter_size": self.adapter_size, "canary/engine_difference": self.engine_difference}
+        return found if self.adapter_effect is None else found | {"canary/adapter_effect": self.adapter_effect}
 
 
 def read_canary(
-    model: Decoder, engine: Engine, score: Score, prompt: Prompt, *, temperature: float, seed: int, step: int
+    model: Decoder,
+    engine: Engine,
+    score: Score,
+    prompt: Prompt,
+    *,
+    temperature: float,
+    seed: int,
+    step: int,
+    without: bool = True,
 ) -> Readings:
-    """Answer ``prompt`` with the engine, with and without adapters, and score the first answer with the trainer.
+    """Answer ``prompt`` with the engine and score the answer with the trainer, with and without adapters.
 
     Args:
         model: the shared decoder.
@@ -69,18 +78,24 @@ def read_canary(
         temperature: of the sampler.
         seed: root seed; the answer is keyed by (seed, step).
         step: completed steps.
+        without: do it without adapters, too.
     """
     sampling = SamplingSpec(
         temperature=temperature, max_new_tokens=CANARY_TOKENS, seed=seed, stream=CANARY_STREAM, rollout=step
     )
-    ((on,), _), ((off,), _) = (engine.generate([prompt], sampling, adapters=adapters) for adapters in (True, False))
-    with_N, without_N = score(on, True).double(), score(on, False).double()
+    (on,), _ = engine.generate([prompt], sampling, adapters=True)
+    with_N = score(on, True).double()
+    effect = moved = None
+    if without:
+        (off,), _ = engine.generate([prompt], sampling, adapters=False)
+        effect = float((with_N - score(on, False).double()).abs().mean())
+        moved = (on.token_ids, on.behavior_logprobs) != (off.token_ids, off.behavior_logprobs)
     engine_N = torch.tensor(on.behavior_logprobs, dtype=torch.float64, device=with_N.device)
     return Readings(
         adapter_size=adapter_size(model),
-        adapter_effect=float((with_N - without_N).abs().mean()),
+        adapter_effect=effect,
         engine_difference=float((engine_N - with_N).abs().mean()),
-        engine_moved=(on.token_ids, on.behavior_logprobs) != (off.token_ids, off.behavior_logprobs),
+        engine_moved=moved,
         telling=float(with_N.min()) < -CERTAIN,
     )
 
@@ -94,7 +109,7 @@ def check_canary(readings: Readings, dtype: torch.dtype) -> None:
     """
     remedy = "Do not trust this run's rewards; please report it with `qerl env`. diagnostics.canary=false goes on without the check"
     size = f"largest adapter entry {readings.adapter_size:.3g}"
-    if readings.telling and readings.adapter_size >= MOVES_FROM[dtype]:
+    if readings.engine_moved is not None and readings.telling and readings.adapter_size >= MOVES_FROM[dtype]:
         if readings.adapter_effect == 0.0:
             raise TrainingError(
                 "canary: the trainer's log-probs do not change with the adapters",

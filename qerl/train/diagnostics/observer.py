@@ -17,7 +17,7 @@ from qerl.metrics.run_dir import RunDir
 from qerl.model.aqn import Noise
 from qerl.records import Completion, Group, Prompt, Rollout, SamplingSpec, TrainBatch
 from qerl.train.diagnostics.answers import answer_metrics
-from qerl.train.diagnostics.canary import check_canary, read_canary
+from qerl.train.diagnostics.canary import AGAIN_EVERY, check_canary, read_canary
 from qerl.train.diagnostics.entropy import distribution_entropies, information_bounds, noise_entropies
 from qerl.train.diagnostics.mismatch import kept_mass, mismatch
 from qerl.train.diagnostics.passes import answer_hidden, answer_logprobs, logit_chunks, pack_answers, sum_by_answer
@@ -92,6 +92,7 @@ class Diagnostics:
                 temperature=self.config.rollout.temperature,
                 seed=self.config.train.seed,
                 step=step,
+                without=step == 1 or step % AGAIN_EVERY == 0,
             )
             check_canary(readings, self.session.model.dtype)
             metrics |= readings.metrics()
