@@ -197,6 +197,7 @@ class Bench:
         stages = {name: sum(timer.total[name] for timer, _ in steps) / len(steps) for name in ("rollout", *STAGES)}
         switches = [seconds for _, seconds in steps]
         row["seconds"] = {**stages, "to_training": max(switches), "step": sum(stages.values()) + max(switches)}
+        row["captures"] = {key: run.stats[f"graph_{key}"] for key in ("captures", "seconds")}
         row["answer_tokens"] = 8 * case.prompts * run.new
         # The plan is for passes that are full; answers of one length leave some room in each.
         packs = [batch.num_tokens for batch in run.packs()]
@@ -257,7 +258,7 @@ class Run:
     def sample(self, limit: int) -> list[Completion]:
         sampling = SamplingSpec(temperature=1.0, max_new_tokens=self.new, seed=0, rollout=0)
         count = 8 * len(self.prompts)
-        completions, _ = self.engine.generate(self.prompts, sampling, group_size=8, limits=[limit] * count)
+        completions, self.stats = self.engine.generate(self.prompts, sampling, group_size=8, limits=[limit] * count)
         return list(completions)
 
     def generate(self, limit: int) -> float:
