@@ -4,7 +4,7 @@
 
 Models have Qwen2.5 shapes and random weights (speed does not depend on the values), LoRA rank 32 on all seven projections with
 trained norms. ``passes``: an update from eight answers of 2048 tokens, of which 1920 are in the loss, in micro-batches of 4k and of
-8k tokens; times are of one micro-batch of 8192. ``peers``: the same micro-batch by peft and transformers, on BF16 and on
+8k tokens (no prompt shared); times are of one micro-batch of 8192, or of as many tokens as the row names. ``peers``: the same micro-batch by peft and transformers, on BF16 and on
 bitsandbytes' NF4. ``whole``: rollout (all answers as long as they may be), log-probs, backward and update of one step, in one
 process and where named under a cap of memory; and the speed-up of NVFP4 over BF16, by the clock and from parts.
 
@@ -70,7 +70,7 @@ class Case:
     shapes: tuple[int, ...] = (4096, MICRO_BATCH)
     """Tokens of the micro-batches whose memory is compared; the last is timed."""
     prompts: int = 1
-    """Of a whole step; eight answers each."""
+    """Of an update; eight answers each."""
     new: int = 2048
     """Tokens of each of its answers."""
     cap_gb: float | None = None
@@ -86,7 +86,8 @@ class Case:
         if self.kind == "whole":
             return f"{self.size} {self.format}{limited}, step of {8 * self.prompts} x {self.new}"
         way = "" if self.checkpointing == "full" else f", checkpointing {self.checkpointing}"
-        return f"{self.size} {self.format}{way}"
+        wide = "" if self.shapes[-1] == MICRO_BATCH else f", micro-batches of {self.shapes[-1]}"
+        return f"{self.size} {self.format}{way}{wide}"
 
 
 CASES = (
@@ -94,6 +95,7 @@ CASES = (
     Case(kind="passes", size="7B", format="bf16", updates=3),
     Case(kind="passes", size="0.5B", updates=3, needs=5),
     Case(kind="passes", size="0.5B", format="bf16", updates=3, needs=5),
+    Case(kind="passes", size="0.5B", checkpointing="none", shapes=(65536,), prompts=4, updates=3, needs=5),
     Case(kind="passes", size="7B", checkpointing="none", shapes=(8192,)),
     Case(kind="passes", size="7B", checkpointing="selective", shapes=(8192,)),
     Case(kind="passes", size="14B"),
@@ -164,17 +166,17 @@ class Bench:
         spec = spec_of(case.size, tiny=self.tiny)
         run = Run(case, self, new=self.answer)
         run.warm_up()
-        answers = random_answers(spec, run.prompts, [self.answer] * 8)
+        answers = random_answers(spec, run.prompts, [self.answer] * (8 * case.prompts))
         row: dict[str, Any] = {"memory": {}}
         for budget in case.shapes:
             config = run.config(budget)
             timer = learned(config, run.model, run.optimizer, answers, StageTimer(self.device))
             row["memory"][budget] = compare(config, spec, timer)
         timed = [timer, *(self._again(run, config, answers) for _ in range(case.updates - 1))]
-        each = MICRO_BATCH // (PROMPT + ANSWER)
+        each = case.shapes[-1] // (PROMPT + ANSWER)
         counted = operations(spec, case.checkpointing, each, self.prompt, self.answer)
         for stage in STAGES:
-            share = 1 if stage == "optimizer" else each / 8
+            share = 1 if stage == "optimizer" else each / len(answers)
             row[stage] = rated([timer.total[stage] * share for timer in timed], counted.get(stage))
         return row
 
