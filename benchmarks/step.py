@@ -1,12 +1,14 @@
 """The training step on a GPU: log-prob pass, backward pass, update; memory against its prediction; whole GRPO steps, also under a cap.
 
-    python benchmarks/step.py [--out results/step_h200.json] [--only passes,whole,peers] [--add FILE ...] [--seconds 400] [--tiny]
+    python benchmarks/step.py [--out results/step_h200.json] [--only passes,peers,whole,capped] [--add FILE ...] [--seconds 400] [--tiny]
 
 Models have Qwen2.5 shapes and random weights (speed does not depend on the values), LoRA rank 32 on all seven projections with
 trained norms. ``passes``: an update from eight answers of 2048 tokens, of which 1920 are in the loss, in micro-batches of 4k and of
 8k tokens (no prompt shared); times are of one micro-batch of 8192, or of as many tokens as the row names. ``peers``: the same micro-batch by peft and transformers, on BF16 and on
-bitsandbytes' NF4. ``whole``: rollout (all answers as long as they may be), log-probs, backward and update of one step, in one
-process and where named under a cap of memory; and the speed-up of NVFP4 over BF16, by the clock and from parts.
+bitsandbytes' NF4. ``whole``: rollout (all answers as long as they may be), log-probs, backward and update of one step; and the
+speed-up of NVFP4 over BF16, by the clock and from parts. ``capped``: the same in one process under a cap of memory, with BF16 under
+the same cap. ``--most-new 7B=512`` shortens the answers of whole steps; under a cap there is still room for all of their tokens and
+the update is made from answers as long as they may be, only fewer tokens are sampled.
 
 Times are by the host's clock between synchronizations. Operations are counted as 4 P T + 4 P_head T_answer + attention (a frozen
 base has no weight gradient), 6 P T with full recomputation, 2 P T for a log-prob pass. A case that finds too little time left is
@@ -18,7 +20,8 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +64,7 @@ class Case:
     """One model, and what is done with it."""
 
     kind: str
-    """``passes``, ``peers`` or ``whole``."""
+    """``passes``, ``peers``, ``whole`` or ``capped``."""
     size: str
     format: str = "nvfp4"
     checkpointing: str = "full"
@@ -83,7 +86,7 @@ class Case:
         if self.kind == "peers":
             return f"{self.size} {self.format} by peft and transformers"
         limited = f" in {self.cap_gb:g} GB" if self.cap_gb else ""
-        if self.kind == "whole":
+        if self.kind in ("whole", "capped"):
             return f"{self.size} {self.format}{limited}, step of {8 * self.prompts} x {self.new}"
         way = "" if self.checkpointing == "full" else f", checkpointing {self.checkpointing}"
         wide = "" if self.shapes[-1] == MICRO_BATCH else f", micro-batches of {self.shapes[-1]}"
@@ -108,21 +111,17 @@ CASES = (
     Case(kind="peers", size="7B", format="nf4", needs=15),
     Case(kind="peers", size="0.5B", format="bf16"),
     Case(kind="peers", size="0.5B", format="nf4"),
-    Case(kind="whole", size="32B", cap_gb=48.0, needs=60),
-    Case(kind="whole", size="14B", cap_gb=24.0, needs=40),
-    Case(kind="whole", size="7B", cap_gb=14.0, needs=25),
-    Case(kind="whole", size="32B", format="bf16", cap_gb=48.0, needs=3),
-    Case(kind="whole", size="14B", format="bf16", cap_gb=24.0, needs=3),
-    Case(kind="whole", size="7B", format="bf16", cap_gb=14.0, needs=3),
-    Case(kind="whole", size="7B", prompts=8, new=1024, needs=30),
-    Case(kind="whole", size="7B", format="bf16", prompts=8, new=1024, needs=30),
-    Case(kind="whole", size="32B", format="bf16", needs=90),
+    Case(kind="whole", size="7B", prompts=8, new=1024, needs=20),
+    Case(kind="whole", size="7B", format="bf16", prompts=8, new=1024, needs=15),
+    Case(kind="whole", size="32B", needs=20),
+    Case(kind="whole", size="32B", format="bf16", needs=20),
+    Case(kind="capped", size="32B", cap_gb=48.0, needs=20),
+    Case(kind="capped", size="14B", cap_gb=24.0, needs=12),
+    Case(kind="capped", size="7B", cap_gb=14.0, needs=10),
+    Case(kind="capped", size="32B", format="bf16", cap_gb=48.0, needs=3),
+    Case(kind="capped", size="14B", format="bf16", cap_gb=24.0, needs=3),
+    Case(kind="capped", size="7B", format="bf16", cap_gb=14.0, needs=3),
 )
-SPEED_UPS = (
-    ("7B, 64 answers of 1024", "7B nvfp4, step of 64 x 1024", "7B bf16, step of 64 x 1024", "7B nvfp4", "7B bf16"),
-    ("32B, 8 answers of 2048", "32B nvfp4 in 48 GB, step of 8 x 2048", "32B bf16, step of 8 x 2048", "32B nvfp4", "32B bf16"),
-)  # fmt: skip
-"""Name, whole steps of both, and passes of both."""
 
 
 class Bench:
@@ -132,10 +131,11 @@ class Bench:
         device: where.
         seconds: time for everything.
         tiny: toy shapes.
+        most_new: by size, most tokens that are sampled of an answer of a whole step.
     """
 
-    def __init__(self, device: torch.device, seconds: float, *, tiny: bool):
-        self.device, self.tiny = device, tiny
+    def __init__(self, device: torch.device, seconds: float, *, tiny: bool, most_new: Mapping[str, int]):
+        self.device, self.tiny, self.most_new = device, tiny, most_new
         self.end = time.perf_counter() + seconds
         self.rows: dict[str, Any] = {}
         self.prompt, self.answer = (4, 12) if tiny else (PROMPT, ANSWER)
@@ -150,7 +150,7 @@ class Bench:
         cap(self.device, case.cap_gb)
         clear(self.device)
         try:
-            measure = {"passes": self._passes, "peers": self._peers, "whole": self._whole}[case.kind]
+            measure = {"passes": self._passes, "peers": self._peers}.get(case.kind, self._whole)
             self.rows[case.name] = measure(case)
         except torch.OutOfMemoryError as error:
             self.rows[case.name] = {"not runnable": str(error).split(". ")[0]}
@@ -189,58 +189,73 @@ class Bench:
         return peft_passes(spec, self.device, nf4=case.format == "nf4", **shape)
 
     def _whole(self, case: Case) -> dict[str, Any]:
-        run = Run(case, self, new=2 * self.answer if self.tiny else case.new)
+        short = self.most_new.get(case.size, case.new)
+        run = Run(
+            case, self, new=2 * self.answer if self.tiny else case.new, sampled=2 * self.answer if self.tiny else short
+        )
         run.warm_up()
-        first, again = (run.generate(run.new // PART) for _ in range(2))
-        run.engine.release()
-        # The first call captures its steps, as every rollout does whose memory was given back.
-        row: dict[str, Any] = {"part_of_a_rollout": {"tokens": run.new // PART, "first": first, "again": again}}
-        steps = [run.step() for _ in range(case.updates)]
-        stages = {name: sum(timer.total[name] for timer, _ in steps) / len(steps) for name in ("rollout", *STAGES)}
-        switches = [seconds for _, seconds in steps]
-        row["seconds"] = {**stages, "to_training": max(switches), "step": sum(stages.values()) + max(switches)}
+        packs = run.packs()
+        row: dict[str, Any] = {}
+        if case.cap_gb is None:
+            first, again = (run.generate(max(1, run.sampled // PART)) for _ in range(2))
+            run.engine.release()
+            # The first call captures its steps, as every rollout does whose memory was given back.
+            row["part_of_a_rollout"] = {"part": 1 / PART, "first": first, "again": again}
+            row["micro_batch_seconds"] = run.one_pass(packs[0].num_sequences)
+        timer, between = run.step()
+        stages = {name: timer.total[name] for name in ("rollout", *STAGES)}
+        row["seconds"] = {**stages, "to_training": between, "step": sum(stages.values()) + between}
         row["captures"] = {key: run.stats[f"graph_{key}"] for key in ("captures", "seconds")}
-        row["answer_tokens"] = 8 * case.prompts * run.new
+        row["tokens"] = {
+            "sampled": run.sampled,
+            "room": run.new,
+            "micro_batches": [batch.num_tokens for batch in packs],
+        }
         # The plan is for passes that are full; answers of one length leave some room in each.
-        packs = [batch.num_tokens for batch in run.packs()]
-        row["memory"] = compare(run.config(max(packs)), run.model.spec, steps[-1][0], ("rollout", *STAGES))
-        row["passes"] = packs
+        row["memory"] = compare(
+            run.config(max(row["tokens"]["micro_batches"])), run.model.spec, timer, ("rollout", *STAGES)
+        )
         return row
 
     def speed_ups(self) -> dict[str, Any]:
         """NVFP4 over BF16: by the clock, and from generation's share f of the BF16 step, a part of a rollout (s) and one micro-batch
         (eta)."""
         found: dict[str, Any] = {}
-        for name, *keys in SPEED_UPS:
-            ours, theirs, our_pass, their_pass = (self.rows.get(key, {}) for key in keys)
-            if not all("seconds" in row for row in (ours, theirs)):
+        for name, ours in self.rows.items():
+            theirs = self.rows.get(name.replace("nvfp4", "bf16"), {})
+            if " GB" in name or "nvfp4" not in name or not ("seconds" in ours and "seconds" in theirs):
                 continue
             step = theirs["seconds"]["step"]
             f = theirs["seconds"]["rollout"] / step
             parts = [row["part_of_a_rollout"] for row in (theirs, ours)]
             slow, fast = (part["first"] + (PART - 1) * part["again"] for part in parts)
-            s = slow / fast
-            measured = step / ours["seconds"]["step"]
+            learning = sum(theirs["seconds"][stage] for stage in ("logprobs", "backward"))
+            eta = (ours["micro_batch_seconds"] / theirs["micro_batch_seconds"] - 1) * learning / step
+            predicted, measured = speed_up(f, slow / fast, eta), step / ours["seconds"]["step"]
             found[name] = {
                 "measured": measured,
+                "predicted": predicted,
+                "error": predicted / measured - 1,
                 "f": f,
-                "s": s,
-                "s_whole": theirs["seconds"]["rollout"] / ours["seconds"]["rollout"],
+                "s": slow / fast,
+                "s_of_the_whole_rollout": theirs["seconds"]["rollout"] / ours["seconds"]["rollout"],
+                "eta": eta,
             }
-            if all("backward" in row for row in (our_pass, their_pass)):
-                sums = [row["logprobs"]["seconds"] + row["backward"]["seconds"] for row in (our_pass, their_pass)]
-                learning = sum(theirs["seconds"][stage] for stage in ("logprobs", "backward"))
-                eta = (sums[0] / sums[1] - 1) * learning / step
-                predicted = speed_up(f, s, eta)
-                found[name] |= {"eta": eta, "predicted": predicted, "error": predicted / measured - 1}
         return found
 
 
 class Run:
-    """A model with engine and optimizer, whose phases share memory as in a run that gives keys and values back."""
+    """A model with engine and optimizer, whose phases share memory as in a run that gives keys and values back.
 
-    def __init__(self, case: Case, bench: Bench, *, new: int):
-        self.case, self.device, self.new, self.prompt = case, bench.device, new, bench.prompt
+    Args:
+        new: tokens that an answer may have, and has where it is learned from.
+        sampled: tokens that are sampled of it, where a cap is to be shown; else answers have no more than these.
+    """
+
+    def __init__(self, case: Case, bench: Bench, *, new: int, sampled: int | None = None):
+        self.case, self.device, self.prompt = case, bench.device, bench.prompt
+        self.sampled = new if sampled is None else sampled
+        self.new = new if case.cap_gb is not None else self.sampled
         spec = spec_of(case.size, tiny=bench.tiny)
         self.model = random_model(spec, format=case.format, device=self.device, dtype=torch.bfloat16)
         self.optimizer = make_optimizer(self.model.trainable_parameters(), self.config(MICRO_BATCH).optim)
@@ -248,6 +263,7 @@ class Run:
         # No token ends an answer.
         tokenizer: Any = StubTokenizer((spec.vocab_size + 1,))
         self.engine = Engine(self.model, tokenizer, max_num_seqs=8 * case.prompts, device=self.device)
+        self.stats: dict[str, float] = {}
 
     def config(self, budget: int) -> Any:
         # Micro-batches that are compared with others have as many tokens; whole steps share what they can.
@@ -256,6 +272,23 @@ class Run:
             self.case.format, self.case.checkpointing, prompts=self.case.prompts, prompt=self.prompt, answer=self.new,
             budget=budget, more=more,
         )  # fmt: skip
+
+    def answers(self, count: int) -> list[Completion]:
+        return random_answers(self.model.spec, self.prompts, [self.new] * count)
+
+    def packs(self) -> list[TrainBatch]:
+        """The micro-batches of a step."""
+        items = [sample for group in samples(self.answers(8 * len(self.prompts))) for sample in group]
+        config = self.config(MICRO_BATCH)
+        key = (lambda key: 0) if config.shares_prompts(self.device.type) else None
+        return list(pack(items, config.pass_tokens, self.device, prefix_key=key))
+
+    def one_pass(self, count: int) -> float:
+        """Seconds of log-probs and backward pass of so many answers, the second time."""
+        for _ in range(2):
+            timer = StageTimer(self.device)
+            learned(self.config(MICRO_BATCH), self.model, self.optimizer, self.answers(count), timer)
+        return timer.total["logprobs"] + timer.total["backward"]
 
     def sample(self, limit: int) -> list[Completion]:
         sampling = SamplingSpec(temperature=1.0, max_new_tokens=self.new, seed=0, rollout=0)
@@ -279,27 +312,18 @@ class Run:
         answers = random_answers(self.model.spec, self.prompts[:1], [min(64, self.new)] * 8)
         learned(self.config(MICRO_BATCH), self.model, self.optimizer, answers, StageTimer(self.device))
 
-    def packs(self) -> list[TrainBatch]:
-        """The micro-batches of a step."""
-        answers = random_answers(self.model.spec, self.prompts, [self.new] * (8 * len(self.prompts)))
-        items = [sample for group in samples(answers) for sample in group]
-        shares = self.config(MICRO_BATCH).shares_prompts(self.device.type)
-        return list(
-            pack(
-                items, self.config(MICRO_BATCH).pass_tokens, self.device, prefix_key=(lambda key: 0) if shares else None
-            )
-        )
-
     def step(self) -> tuple[StageTimer, float]:
         """Rollout and update; the stages' times, and the seconds between rollout and training."""
         timer = StageTimer(self.device)
         with timer.stage("rollout"):
-            answers = self.sample(self.new)
+            answers = self.sample(self.sampled)
         began = time.perf_counter()
         self.engine.release()
         memory.return_unused(self.device)
         synchronize(self.device)
         between = time.perf_counter() - began
+        if self.sampled < self.new:
+            answers = self.answers(len(answers))
         learned(self.config(MICRO_BATCH), self.model, self.optimizer, answers, timer)
         return timer, between
 
@@ -307,8 +331,9 @@ class Run:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--only", default="passes,peers,whole", help="kinds of cases, with commas")
+    parser.add_argument("--only", default="passes,peers,whole,capped", help="kinds of cases, with commas")
     parser.add_argument("--sizes", default="0.5B,7B,14B,32B", help="sizes, with commas")
+    parser.add_argument("--most-new", nargs="*", default=[], metavar="SIZE=N", help="most tokens sampled of an answer")
     parser.add_argument(
         "--add", type=Path, nargs="*", default=[], help="earlier outputs whose rows are kept beside the new ones"
     )
@@ -317,12 +342,15 @@ def main() -> None:
     arguments = parser.parse_args()
     # With its number, as tensors name it: what is cached by device is then found again.
     device = torch.device("cpu" if arguments.tiny else "cuda:0")
-    bench = Bench(device, arguments.seconds, tiny=arguments.tiny)
+    most_new = {size: int(most) for size, _, most in (pair.partition("=") for pair in arguments.most_new)}
+    bench = Bench(device, arguments.seconds, tiny=arguments.tiny, most_new=most_new)
     for path in arguments.add:
         bench.rows |= json.loads(path.read_text())["rows"]
     known = facts(device) | {"tokens_of_an_answer": PROMPT + ANSWER, "answer_tokens_in_the_loss": ANSWER, "gb": GB}
     print(json.dumps(known), flush=True)
     for case in CASES:
+        if case.kind == "whole":
+            case = replace(case, new=min(case.new, most_new.get(case.size, case.new)))
         if case.kind in arguments.only.split(",") and case.size in arguments.sizes.split(","):
             bench.run(case)
         if arguments.out is not None:

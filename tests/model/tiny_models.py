@@ -119,4 +119,4 @@ def randomize_adapters(model: Decoder, seed: int = 7, size: float = 0.1) -> None
     """Give every trainable parameter a value that matters (B starts at zero)."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.trainable_parameters().values():
-        parameter.add_(size * torch.randn(parameter.shape, generator=generator))
+        parameter.add_(size * torch.randn(parameter.shape, generator=generator).to(parameter.device))

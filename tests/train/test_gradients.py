@@ -223,3 +223,25 @@ def test_a_prompt_computed_once_for_its_group_gives_the_same_gradient(folder, re
     shared_loss, shared = our_gradients(model, grouped(), *settings, "train.share_prompts=true", noise=seen)
     assert shared_loss == pytest.approx(loss, rel=1e-5)
     assert_same(apart, shared)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("variant", ["qwen3-wide-heads", "qwen2-untied-theta"])
+def test_on_a_gpu_shared_prompts_are_as_near_to_the_exact_gradient_as_prompts_apart(tmp_path, variant):
+    """bfloat16 and its kernels against float32 on the CPU, over all parameters together."""
+    write_tiny(tmp_path, variant)
+    settings = ("objective.denominator=recomputed", "train.checkpointing=none")
+
+    def gradients(device, dtype, *overrides):
+        model = load_tiny(tmp_path, lora=LORA, device=device, dtype=dtype)
+        randomize_adapters(model)
+        found = our_gradients(model, grouped(), *settings, *overrides)[1]
+        return torch.cat([gradient.double().cpu().flatten() for gradient in found.values()])
+
+    exact = gradients("cpu", torch.float32, "train.share_prompts=false")
+    errors = [
+        float((gradients("cuda", torch.bfloat16, f"train.share_prompts={choice}") - exact).norm() / exact.norm())
+        for choice in ("false", "true")
+    ]
+    print(f"{variant}: relative error apart {errors[0]:.2e}, shared {errors[1]:.2e}")
+    assert max(errors) < 0.1 and errors[1] < 1.3 * errors[0]
