@@ -11,6 +11,7 @@ score. The first step of each noise stage captures its graphs; medians are over 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import random
 import statistics
@@ -28,6 +29,7 @@ from synthetic import SHAPES  # noqa: E402
 from training import TINY, facts  # noqa: E402
 
 from qerl.config.load import load_config  # noqa: E402
+from qerl.errors import RunStopped  # noqa: E402
 from qerl.metrics.run_dir import RunDir  # noqa: E402
 from qerl.train.run import train  # noqa: E402
 from qerl.train.timing import STAGES  # noqa: E402
@@ -142,7 +144,11 @@ def main() -> None:
         write_questions(folder / "questions.jsonl", 400, 8 if arguments.tiny else 90, config["vocab_size"])
         own = [f"model.path={folder / 'model'}", f"data.train={folder / 'questions.jsonl'}", f"run.dir={folder}"]
         settings = [*SETTINGS, *small, f"train.steps={arguments.steps}", *own, *arguments.settings]
-        run = RunDir.open(train(load_config(ROOT / "configs" / "gsm8k_05b_nvfp4_aqn.yaml", settings)))
+        made = load_config(ROOT / "configs" / "gsm8k_05b_nvfp4_aqn.yaml", settings)
+        # An interrupt ends the run after its step; what there is by then is shown.
+        with contextlib.suppress(RunStopped):
+            train(made)
+        run = RunDir.open(folder / made.run.name)
         rows = [row for row in run.read_metrics() if row["step"] > 0]
         planned = load_config(run.config_path, []).train
         result = {

@@ -107,10 +107,6 @@ CASES = (
     Case(kind="passes", size="0.5B", format="nf4"),
     Case(kind="passes", size="7B", format="nf4", needs=12),
     Case(kind="passes", size="32B", format="nf4", shapes=(8192,), needs=40),
-    Case(kind="peers", size="7B", format="bf16", needs=12),
-    Case(kind="peers", size="7B", format="nf4", needs=15),
-    Case(kind="peers", size="0.5B", format="bf16"),
-    Case(kind="peers", size="0.5B", format="nf4"),
     Case(kind="whole", size="7B", prompts=8, new=1024, needs=20),
     Case(kind="whole", size="7B", format="bf16", prompts=8, new=1024, needs=15),
     Case(kind="whole", size="32B", needs=20),
@@ -121,6 +117,10 @@ CASES = (
     Case(kind="capped", size="32B", format="bf16", cap_gb=48.0, needs=3),
     Case(kind="capped", size="14B", format="bf16", cap_gb=24.0, needs=3),
     Case(kind="capped", size="7B", format="bf16", cap_gb=14.0, needs=3),
+    Case(kind="peers", size="7B", format="nf4", needs=12),
+    Case(kind="peers", size="0.5B", format="nf4", needs=5),
+    Case(kind="peers", size="7B", format="bf16", needs=10),
+    Case(kind="peers", size="0.5B", format="bf16", needs=5),
 )
 
 
