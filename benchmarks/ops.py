@@ -28,7 +28,7 @@ from qerl.kernels.attention import packed_attention
 from qerl.kernels.quantize import quantize
 from qerl.kernels.rms_norm import KeyedNoise, TableNoise, add_rms_norm
 from qerl.kernels.rms_norm import triton as rms_norm_triton
-from qerl.kernels.rope import HeadNorms, rope, rope_append
+from qerl.kernels.rope import HeadNorms, rope
 from qerl.kernels.rope import triton as rope_triton
 from qerl.kernels.token_logprobs import token_logprobs
 from qerl.kernels.token_logprobs import triton as logprobs
@@ -151,11 +151,6 @@ def activation_and_rotation(table: Table) -> None:
     table.add("rope backward", backward, moved=moved)
     backward = captured(lambda: rope_triton.gradient(grads, qkv, None, cos, sin, heads))
     table.add("rope with norms, backward", backward, moved=moved + qkv.numel() * 2)
-    caches = [torch.zeros(DECODE, 256, KV_HEADS, SIZE, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
-    place = torch.arange(DECODE, device="cuda") * 256 + 7
-    few = normal(DECODE, qkv.shape[1])
-    run = captured(lambda: rope_append(few, place, cos, sin, *shape, *caches, place))
-    table.add(f"decode of {DECODE}: rope_append", run)
 
 
 def log_probs(table: Table, tokens: int = 4096) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from qerl.kernels.attention import KeySpans, Repeats, packed_attention, repeat_prefixes
-from qerl.kernels.rope import HeadNorms, rope, rope_append
+from qerl.kernels.rope import HeadNorms, rope
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,21 +52,6 @@ class Rotary:
     def split(self, qkv_TX: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(q [T, H, d], k [T, K, d], v [T, K, d]), rotated. Differentiable."""
         return rope(qkv_TX, None, self.cos_Td, self.sin_Td, self.heads, self.kv_heads, norms=self.norms)
-
-    def append(self, qkv_TX: Tensor, k_cache: Tensor, v_cache: Tensor, place_T: Tensor) -> Tensor:
-        """q alone; k and v go to places (int64 [T]) of a cache."""
-        return rope_append(
-            qkv_TX,
-            None,
-            self.cos_Td,
-            self.sin_Td,
-            self.heads,
-            self.kv_heads,
-            k_cache,
-            v_cache,
-            place_T,
-            norms=self.norms,
-        )
 
 
 class AttentionContext(Protocol):

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from qerl.kernels.cached_attention import cached_attention
+from qerl.kernels.cached_attention import CacheRows, cached_attention
 from qerl.model.attention import PackedSequences, Rotary, SampleRows
 
 
@@ -114,23 +114,19 @@ class DecodeContext:
     ):
         self.positions_T = lengths_B
         self.samples = samples
-        self._cache, self._table_BN = cache, table_BN
-        self._end = None if longest is None else longest + 1
-        page = cache.page_tokens
-        if table_BN is None:
-            # A row that has ended with a full page goes on writing to its last place.
-            lengths_B = lengths_B.clamp(max=page - 1)
-            self._place_B = torch.arange(len(lengths_B), device=lengths_B.device) * page + lengths_B
-        else:
-            page_B = table_BN.gather(1, (lengths_B // page)[:, None])[:, 0]
-            self._place_B = page_B * page + lengths_B % page
-        self._lengths_B = lengths_B + 1
+        self._cache = cache
+        self._rows = CacheRows(lengths_B, cache.page_tokens, table_BN=table_BN, longest=longest)
 
     def attend(self, layer: int, qkv_BX: Tensor, rotary: Rotary) -> Tensor:
         """Output of attention, [B, H, d]."""
-        k_PLKd, v_PLKd = self._cache.slabs[layer]
-        q_BHd = rotary.append(qkv_BX, k_PLKd, v_PLKd, self._place_B)
-        if self._table_BN is None:
-            k_PLKd, v_PLKd = k_PLKd[: len(q_BHd), : self._end], v_PLKd[: len(q_BHd), : self._end]
-        scale = q_BHd.shape[-1] ** -0.5
-        return cached_attention(q_BHd, k_PLKd, v_PLKd, self._lengths_B, scale, table_BN=self._table_BN)
+        size = rotary.cos_Td.shape[-1]
+        return cached_attention(
+            qkv_BX,
+            (rotary.cos_Td, rotary.sin_Td),
+            rotary.heads,
+            rotary.kv_heads,
+            *self._cache.slabs[layer],
+            self._rows,
+            size**-0.5,
+            norms=rotary.norms,
+        )

@@ -5,8 +5,10 @@ import math
 import pytest
 import torch
 import triton_cpu  # noqa: F401 - prepares the interpreter, before any kernel module
+from op_cases import head_norms, rotation
 
 from qerl.kernels import philox
+from qerl.kernels.cached_attention import CacheRows
 from qerl.kernels.cached_attention import reference as attention_reference
 from qerl.kernels.cached_attention import triton as attention
 from qerl.kernels.sampling import reference as sampling_reference
@@ -24,31 +26,44 @@ def normal(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
+@pytest.mark.parametrize("with_norms", [False, True])
 @pytest.mark.parametrize("splits", [1, 2, 8])
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(6, 2, 16), (7, 1, 24), (40, 2, 8)])
-def test_attention_over_pages_at_any_number_of_splits(splits, heads, kv_heads, size):
+def test_attention_over_pages_at_any_number_of_splits(monkeypatch, splits, heads, kv_heads, size, with_norms):
+    monkeypatch.setattr(attention, "LEAST_TILES", 1)
+    monkeypatch.setattr(attention, "_JOINED", 2)
     table = torch.tensor([[3, 1, 2], [4, 5, 0], [6, 0, 0], [7, 8, 9], [0, 0, 0]], dtype=torch.int32)
-    lengths = torch.tensor([130, 65, 3, 192, 0])
-    q, k, v = normal(5, heads, size), normal(10, 64, kv_heads, size, seed=1), normal(10, 64, kv_heads, size, seed=2)
+    lengths = torch.tensor([130, 65, 3, 191, 0])
+    qkv, norms = normal(5, (heads + 2 * kv_heads) * size), head_norms(5, size) if with_norms else None
+    turns = tuple(table[lengths] for table in rotation(200, size))
+    k, v = normal(10, 64, kv_heads, size, seed=1), normal(10, 64, kv_heads, size, seed=2)
     # What lies beyond a row's length is not even read: a NaN there must not matter.
     k[2, 2:], v[2, 2:], k[5, 1:] = math.nan, math.nan, math.nan
-    found = attention.cached_attention(q, k, v, lengths, 0.25, table, splits)
-    clean_k, clean_v = k.nan_to_num(), v.nan_to_num()
-    expected = attention_reference.cached_attention(q, clean_k, clean_v, lengths, 0.25, table).nan_to_num()
-    torch.testing.assert_close(found, expected, rtol=0, atol=ATTENTION_TOLERANCE)
+    rows = CacheRows(lengths, 64, table_BN=table)
+    found = (k.clone(), v.clone())
+    out = attention.cached_attention(qkv, turns, heads, kv_heads, *found, rows, 0.25, norms, splits)
+    expected = (k.nan_to_num(), v.nan_to_num())
+    whole = attention_reference.cached_attention(qkv, turns, heads, kv_heads, *expected, rows, 0.25, norms)
+    torch.testing.assert_close(out, whole, rtol=0, atol=ATTENTION_TOLERANCE)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one.nan_to_num(), other, rtol=0, atol=1e-6)
+    again = attention.cached_attention(qkv, turns, heads, kv_heads, *found, rows, 0.25, norms, splits)
+    assert torch.equal(again, out), "the count of splits that have ended is back at 0"
 
 
 def test_attention_without_a_table():
-    q, k, v = normal(3, 4, 16), normal(4, 100, 2, 16, seed=1), normal(4, 100, 2, 16, seed=2)
-    lengths = torch.tensor([100, 64, 1])
-    found = attention.cached_attention(q, k, v, lengths, 0.25, None, 2)
-    expected = attention_reference.cached_attention(q, k, v, lengths, 0.25)
+    qkv, lengths = normal(3, 8 * 16), torch.tensor([99, 63, 100])
+    turns = tuple(table[lengths] for table in rotation(101, 16))
+    caches = [[normal(4, 100, 2, 16, seed=seed) for seed in (1, 2)] for _ in range(2)]
+    found = attention.cached_attention(qkv, turns, 4, 2, *caches[0], CacheRows(lengths, 100), 0.25, None, 2)
+    expected = attention_reference.cached_attention(qkv, turns, 4, 2, *caches[1], CacheRows(lengths, 100), 0.25)
     torch.testing.assert_close(found, expected, rtol=0, atol=ATTENTION_TOLERANCE)
+    torch.testing.assert_close(caches[0], caches[1], rtol=0, atol=1e-6)
 
 
 def test_splits_fill_the_device_and_follow_from_the_batch_alone():
-    assert attention.splits_for(1, 4, 132) == 64
-    assert attention.splits_for(64, 4, 132) == 4
+    assert attention.splits_for(1, 4, 132) == 32
+    assert attention.splits_for(64, 4, 132) == 2
     assert attention.splits_for(512, 2, 132) == 1
 
 

@@ -9,7 +9,7 @@ from qerl.errors import KernelUnavailableError
 from qerl.formats import get_format
 from qerl.kernels import dispatch
 from qerl.kernels.attention import packed_attention
-from qerl.kernels.cached_attention import cached_attention
+from qerl.kernels.cached_attention import CacheRows, cached_attention
 from qerl.kernels.fp4_linear import fp4_linear
 from qerl.kernels.rms_norm import rms_norm
 from qerl.kernels.token_logprobs import token_logprobs
@@ -47,7 +47,9 @@ def test_public_functions_pass_the_name_on():
         lambda: fp4_linear(x, get_format("nvfp4").quantize(torch.ones(4, 16)), kernel="none"),
         lambda: token_logprobs(x, torch.zeros(3, 16), ids, kernel="none"),
         lambda: packed_attention(heads, heads, heads, cu, 1.0, kernel="none"),
-        lambda: cached_attention(heads, heads[:, None], heads[:, None], ids + 1, 1.0, kernel="none"),
+        lambda: cached_attention(
+            x[:, :12], (x[:, :4], x[:, :4]), 1, 1, heads[:, None], heads[:, None], CacheRows(ids, 1), 1.0, kernel="none"
+        ),
     ]
     for call in calls:
         with pytest.raises(KernelUnavailableError, match="'none'"):

@@ -8,9 +8,10 @@ from op_cases import STREAM, head_norms, keyed, noises, random, rotation
 from qerl.kernels import philox
 from qerl.kernels.activation import silu_mul
 from qerl.kernels.attention import KeySpans, packed_attention
+from qerl.kernels.cached_attention import CacheRows, cached_attention
 from qerl.kernels.quantize import quantize
 from qerl.kernels.rms_norm import add_rms_norm, noise_values, rms_norm
-from qerl.kernels.rope import HeadNorms, rope, rope_append
+from qerl.kernels.rope import HeadNorms, rope
 from qerl.kernels.token_logprobs import token_logprobs
 
 pytestmark = pytest.mark.gpu
@@ -106,24 +107,25 @@ def test_draws_in_registers_have_the_bits_of_draws_in_memory(spread):
     assert torch.equal(rms_norm(x, weight, 1e-6, noise), rms_norm(x, weight, 1e-6, noise.z()))
 
 
-def test_a_captured_step_follows_new_keys_positions_and_places():
+def test_a_captured_step_follows_new_keys_and_lengths():
     tokens, width = 6, 512
     x, residual = (random(tokens, width, seed=s, device=DEVICE, dtype=torch.bfloat16) for s in (0, 1))
     weight, noise = random(width, seed=2, device=DEVICE), keyed(tokens, width, DEVICE)
     qkv, tables = random(tokens, 6 * 64, seed=3, device=DEVICE, dtype=torch.bfloat16), rotation(32, 64, DEVICE)
-    positions, place = torch.arange(tokens, device=DEVICE), torch.arange(tokens, device=DEVICE) * 3
-    caches = [torch.zeros(2, 16, 1, 64, device=DEVICE, dtype=torch.bfloat16) for _ in range(2)]
+    rows = CacheRows(torch.arange(tokens, device=DEVICE), 32)
+    caches = [torch.zeros(tokens, 32, 1, 64, device=DEVICE, dtype=torch.bfloat16) for _ in range(2)]
 
     def step(noise, caches):
         h, stream = add_rms_norm(x, residual, weight, 1e-6, noise)
-        return h, stream, silu_mul(h), rope_append(qkv, positions, *tables, 4, 1, *caches, place)
+        turns = tuple(table[rows.lengths_B] for table in tables)
+        return h, stream, silu_mul(h), cached_attention(qkv, turns, 4, 1, *caches, rows, 0.1)
 
     with torch.no_grad():
         step(noise, caches)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             captured = step(noise, caches)
-        for tensor, change in ((noise.c2_R, 100), (noise.c3_1, 1), (positions, 9), (place, 1), (noise.key_2, 3)):
+        for tensor, change in ((noise.c2_R, 100), (noise.c3_1, 1), (rows.lengths_B, 9), (noise.key_2, 3)):
             tensor += change
         noise.spread.mul_(2)
         for cache in caches:
@@ -169,12 +171,6 @@ def test_the_rotation(heads, kv_heads, size, with_norms):
     for found, expected in zip(*results, strict=True):
         assert error(found, expected) < (5e-3 if with_norms else 1e-9)
     assert torch.equal(results[0][2], results[1][2])
-    caches = [torch.zeros(70, kv_heads, size, device=DEVICE, dtype=torch.bfloat16) for _ in range(2)]
-    place = torch.arange(tokens, device=DEVICE).flip(0) + 5
-    q = rope_append(qkv.detach(), positions, *tables, heads, kv_heads, *caches, place, norms=norms)
-    assert torch.equal(q, results[0][0])
-    assert all(torch.equal(cache[place], values) for cache, values in zip(caches, results[0][1:3], strict=True))
-    assert all(not cache[:5].any() and not cache[66:].any() for cache in caches)
 
 
 def test_trained_scales_of_head_norms_get_their_gradient():

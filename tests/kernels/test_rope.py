@@ -1,11 +1,11 @@
-"""Rotation of q and k against complex multiplication in float64; the norms over heads; writing to the cache."""
+"""Rotation of q and k against complex multiplication in float64; the norms over heads."""
 
 import pytest
 import torch
 
 from qerl.kernels import philox
 from qerl.kernels.rms_norm import KeyedNoise, rms_norm
-from qerl.kernels.rope import HeadNorms, rope, rope_append
+from qerl.kernels.rope import HeadNorms, rope
 
 TOKENS, HEADS, KV_HEADS, SIZE, POSITIONS = 5, 4, 2, 8, 16
 WIDTH = (HEADS + 2 * KV_HEADS) * SIZE
@@ -90,19 +90,3 @@ def test_the_gradient_is_that_of_the_formula():
     back = turned(q_k, torch.arange(3), back=True)
     expected = torch.cat((back, upstream[2].double()), 1).flatten(1)
     torch.testing.assert_close(x.grad.double(), expected, rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize("with_norms", [False, True])
-def test_append_writes_keys_and_values_at_their_places_and_nothing_else(with_norms):
-    qkv, (cos, sin), where = random(TOKENS, WIDTH).bfloat16(), tables(), torch.tensor([0, 3, 3, 15, 1])
-    given = norms(True) if with_norms else None
-    q, k, v = rope(qkv, where, cos, sin, HEADS, KV_HEADS, norms=given)
-    caches = [torch.full((2, 6, KV_HEADS, SIZE), float("nan"), dtype=torch.bfloat16) for _ in range(2)]
-    place = torch.tensor([11, 0, 5, 6, 2])
-    found = rope_append(qkv, where, cos, sin, HEADS, KV_HEADS, *caches, place, norms=given)
-    assert torch.equal(found, q)
-    for cache, values in zip(caches, (k, v), strict=True):
-        flat = cache.flatten(0, 1)
-        assert torch.equal(flat[place], values)
-        untouched = [i for i in range(12) if i not in place.tolist()]
-        assert flat[untouched].isnan().all()

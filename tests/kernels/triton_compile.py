@@ -14,6 +14,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from qerl.kernels.activation import triton as activation
+from qerl.kernels.cached_attention import CacheRows
 from qerl.kernels.cached_attention import triton as cached_attention
 from qerl.kernels.philox import triton as philox
 from qerl.kernels.quantize import triton as quantize
@@ -101,8 +102,6 @@ def calls() -> None:
     leaf = qkv.clone().requires_grad_()
     outputs = rope.rope(leaf, rows, cos, cos, 4, 1, norms)
     torch.autograd.backward(outputs, [torch.zeros_like(output) for output in outputs])
-    cache = torch.zeros(8, 1, 128).bfloat16()
-    rope.rope_append(qkv, None, cos, cos, 4, 1, None, cache, cache.clone(), rows)
     head, hidden = torch.randn(8000, 64).bfloat16(), torch.randn(tokens, 64).bfloat16().requires_grad_()
     logp, entropy = token_logprobs.token_logprobs(hidden, head, None, rows, 1.0, None)
     (logp.sum() + entropy.sum()).backward()
@@ -112,10 +111,12 @@ def calls() -> None:
 def decode_calls(rows: torch.Tensor) -> None:
     """The kernels of a decode step alone."""
     table = torch.ones(4, 2, dtype=torch.int32)
-    for splits in (1, 16):
-        q, cache = torch.zeros(4, 28, 128).bfloat16(), torch.zeros(3, 64, 4, 128).bfloat16()
-        cached_attention.cached_attention(q, cache, cache, rows, 0.1, table, splits)
-    cached_attention.cached_attention(q.float(), cache.float(), cache.float(), rows, 0.1, None, 1)
+    qkv, cos, cache = torch.zeros(4, 36 * 128).bfloat16(), torch.zeros(4, 128), torch.zeros(4, 64, 4, 128).bfloat16()
+    paged, plain = CacheRows(rows, 64, table_BN=table), CacheRows(rows, 64)
+    norms = HeadNorms(q_weight_d=cos[0], k_weight_d=cos[0], eps=1e-6, q_noise=cos)
+    for splits, given in ((1, None), (16, norms)):
+        cached_attention.cached_attention(qkv, (cos, cos), 28, 4, cache, cache, paged, 0.1, given, splits)
+    cached_attention.cached_attention(qkv.float(), (cos, cos), 28, 4, cache.float(), cache.float(), plain, 0.1, None, 1)
     logits, uniforms = torch.zeros(4, 151936), torch.full((4,), 0.5)
     tokens, logprobs = sampling.draw_token(logits, uniforms, torch.ones(1, dtype=torch.float64))
     sampling.draw_token(logits, None, 1.0)

@@ -6,7 +6,7 @@ from rollout_builders import make_prompts
 
 from qerl.config.schema import LoraConfig, QuantConfig
 from qerl.kernels import sampling
-from qerl.kernels.cached_attention import cached_attention
+from qerl.kernels.cached_attention import CacheRows, reference, triton
 from qerl.kernels.philox import stream_key
 from qerl.model.aqn import NoiseState
 from qerl.model.checkpoint import load_model
@@ -52,19 +52,25 @@ def tokens_of(completions):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(14, 2, 64), (28, 4, 128), (6, 3, 80)])
-def test_cached_attention_equals_the_reference_at_any_length_and_split(dtype, heads, kv_heads, size):
+@pytest.mark.parametrize("splits", [1, 5, 32])
+def test_cached_attention_equals_the_reference_at_any_length_and_split(dtype, heads, kv_heads, size, splits):
+    """The rotation is left out (cosines 1), so that the reference in float64 is float64 throughout."""
     generator = torch.Generator("cuda").manual_seed(0)
 
     def normal(*shape):
         return torch.randn(shape, generator=generator, device="cuda", dtype=torch.float32).to(dtype)
 
-    lengths = torch.tensor([1, 64, 65, 700, 3, 333, 1000, 128], device="cuda")
-    table = (torch.randperm(8 * 16, device="cuda") + 1).view(8, 16).int()
-    q, k, v = normal(8, heads, size), normal(129, 64, kv_heads, size), normal(129, 64, kv_heads, size)
-    exact = cached_attention(q.double(), k.double(), v.double(), lengths, 0.1, table_BN=table, kernel="reference")
-    found = cached_attention(q, k, v, lengths, 0.1, table_BN=table, kernel="triton")
+    lengths = torch.tensor([0, 63, 64, 700, 2, 333, 999, 1700], device="cuda")
+    rows = CacheRows(lengths, 64, table_BN=(torch.randperm(8 * 27, device="cuda") + 1).view(8, 27).int())
+    turns = torch.ones(8, size, device="cuda"), torch.zeros(8, size, device="cuda")
+    qkv, caches = normal(8, (heads + 2 * kv_heads) * size), [normal(217, 64, kv_heads, size) for _ in range(2)]
+    wide = [cache.double() for cache in caches]
+    exact = reference.cached_attention(qkv.double(), turns, heads, kv_heads, *wide, rows, 0.1)
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
-    torch.testing.assert_close(found.double(), exact, rtol=tolerance, atol=tolerance)
+    for _ in range(3):
+        found = triton.cached_attention(qkv, turns, heads, kv_heads, *caches, rows, 0.1, None, splits)
+        torch.testing.assert_close(found.double(), exact, rtol=tolerance, atol=tolerance)
+    assert all(torch.equal(cache.double(), other) for cache, other in zip(caches, wide, strict=True))
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])

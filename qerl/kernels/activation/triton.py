@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qerl.kernels.activation import reference
+from qerl.kernels.overlap import begin, overlap
 from qerl.kernels.sizes import ceil_div
 
 _BLOCK, _WARPS = 1024, 4
@@ -23,7 +24,13 @@ def forward(gate_up_TX: Tensor) -> Tensor:
     result = torch.empty(*gate_up_TX.shape[:-1], width, dtype=gate_up.dtype, device=gate_up.device)
     if result.numel():
         _forward[(len(gate_up), ceil_div(width, _BLOCK))](
-            gate_up, result, width, BLOCK=_BLOCK, num_warps=_WARPS, enable_fp_fusion=False
+            gate_up,
+            result,
+            width,
+            BLOCK=_BLOCK,
+            num_warps=_WARPS,
+            enable_fp_fusion=False,
+            **overlap(gate_up.device),
         )
     return result
 
@@ -43,7 +50,8 @@ def backward(grad_TF: Tensor, gate_up_TX: Tensor) -> Tensor:
 
 
 @triton.jit
-def _forward(gate_up, result, width, BLOCK: tl.constexpr):
+def _forward(gate_up, result, width, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+    begin(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < width

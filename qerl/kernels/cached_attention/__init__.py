@@ -1,7 +1,7 @@
-"""Grouped-query attention of one query a row against a cache in pages: a decode step.
+"""The attention of a decode step: one new token a row, rotated, stored in the row's cache, and compared with all that is there.
 
-Legend: B rows of a decode batch, H query heads, K key/value heads (H is a multiple of K), d head size, P pages of the cache, L tokens
-a page, N pages a row has at most. Query head h reads key/value head h // (H / K).
+Legend: B rows of a decode batch, H query heads, K key/value heads (H is a multiple of K), d head size, X = (H + 2 K) d, P pages of the
+cache, L tokens a page. Query head h reads key/value head h // (H / K).
 """
 
 from __future__ import annotations
@@ -9,36 +9,46 @@ from __future__ import annotations
 from torch import Tensor
 
 from qerl.kernels import dispatch
+from qerl.kernels.cached_attention.rows import CacheRows
+from qerl.kernels.rope import HeadNorms
 
-__all__ = ["cached_attention"]
+__all__ = ["CacheRows", "cached_attention"]
 
 
 def cached_attention(
-    q_BHd: Tensor,
+    qkv_BX: Tensor,
+    rotation: tuple[Tensor, Tensor],
+    heads: int,
+    kv_heads: int,
     k_cache_PLKd: Tensor,
     v_cache_PLKd: Tensor,
-    lengths_B: Tensor,
+    rows: CacheRows,
     scale: float,
     *,
-    table_BN: Tensor | None = None,
+    norms: HeadNorms | None = None,
     kernel: str = "auto",
 ) -> Tensor:
-    """One query a row against the first `lengths_B` tokens of its cache: a decode step. No gradient is needed.
+    """Split the projections into heads and rotate them as `qerl.kernels.rope.rope` does, append k and v to the cache, and attend with q to
+    each row's tokens, the new one included. No gradient.
 
     Args:
-        q_BHd: queries.
-        k_cache_PLKd, v_cache_PLKd: P pages of L tokens, the query's own key and value already written. Entries at or beyond a
-            row's length have no influence but must be finite.
-        lengths_B: int64 [B], tokens of each row, at least one of them above 0; a row of length 0 gives zeros.
+        qkv_BX: rows of q, k, v side by side.
+        rotation: cosines and sines of each row's position, float32 [B, d] each; the sines of the first half of d carry a minus sign.
+        heads, kv_heads: H and K.
+        k_cache_PLKd, v_cache_PLKd: contiguous, changed in place. Entries beyond a row's end have no influence but must be finite.
+        rows: lengths before this step, and pages.
         scale: factor of the scores.
-        table_BN: int32 [B, N], the pages of each row in order; None when row b has page b alone (P >= B).
+        norms: scales of the norm over each head of q and k, and their noise.
         kernel: implementation by name. On CUDA nothing is asked of the host, so a call can be captured.
 
     Returns:
-        [B, H, d], dtype of q.
+        [B, H, d], dtype of qkv.
 
     Raises:
         KernelUnavailableError: `kernel` cannot run here.
     """
-    implementation = dispatch.load("cached_attention", q_BHd.device, kernel)
-    return implementation.cached_attention(q_BHd, k_cache_PLKd, v_cache_PLKd, lengths_B, scale, table_BN)
+    assert k_cache_PLKd.is_contiguous() and v_cache_PLKd.is_contiguous()
+    implementation = dispatch.load("cached_attention", qkv_BX.device, kernel)
+    return implementation.cached_attention(
+        qkv_BX, rotation, heads, kv_heads, k_cache_PLKd, v_cache_PLKd, rows, scale, norms
+    )

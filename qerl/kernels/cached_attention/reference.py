@@ -1,41 +1,55 @@
 """Decode attention by torch's scaled_dot_product_attention over the pages of each row.
 
-Legend: B rows, H query heads, K key/value heads, G = H / K query heads that share one, d head size, P pages, L tokens a page,
-N pages a row has at most.
+Legend: B rows, H query heads, K key/value heads, G = H / K query heads that share one, d head size, P pages, L tokens a page.
 """
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from qerl.kernels.cached_attention.rows import CacheRows
+from qerl.kernels.rope import HeadNorms
+from qerl.kernels.rope import reference as rope
+
 
 def cached_attention(
-    q_BHd: Tensor,
+    qkv_BX: Tensor,
+    rotation: tuple[Tensor, Tensor],
+    heads: int,
+    kv_heads: int,
     k_cache_PLKd: Tensor,
     v_cache_PLKd: Tensor,
-    lengths_B: Tensor,
+    rows: CacheRows,
     scale: float,
-    table_BN: Tensor | None = None,
+    norms: HeadNorms | None = None,
 ) -> Tensor:
-    """See `qerl.kernels.cached_attention.cached_attention`.
+    """See `qerl.kernels.cached_attention.cached_attention`."""
+    q_BHd, k_BKd, v_BKd = rope.rope(qkv_BX, None, *rotation, heads, kv_heads, norms)
+    for cache_PLKd, values_BKd in ((k_cache_PLKd, k_BKd), (v_cache_PLKd, v_BKd)):
+        cache_PLKd.flatten(0, 1).index_copy_(0, rows.place_B, values_BKd)
+    return attend(q_BHd, k_cache_PLKd, v_cache_PLKd, rows, scale)
+
+
+def attend(q_BHd: Tensor, k_cache_PLKd: Tensor, v_cache_PLKd: Tensor, rows: CacheRows, scale: float) -> Tensor:
+    """One query a row against its tokens, the last of which is at the row's length: [B, H, d].
 
     The G query heads of one key/value head stand in the place of query positions, so nothing of an unpaged cache is copied;
     pages are gathered, all that the table has room for: a caller who knows the longest row gives fewer columns.
     """
-    rows, heads, size = q_BHd.shape
-    page, kv_heads = k_cache_PLKd.shape[1:3]
-    longest = int(lengths_B.max()) if table_BN is None else table_BN.shape[1] * page
-    q_BKGd = q_BHd.view(rows, kv_heads, heads // kv_heads, size)
+    batch, heads, size = q_BHd.shape
+    kv_heads = k_cache_PLKd.shape[2]
 
     def of_rows(cache_PLKd: Tensor) -> Tensor:
-        if table_BN is None:
-            return cache_PLKd[:rows, :longest].transpose(1, 2)
-        return cache_PLKd[table_BN].flatten(1, 2).transpose(1, 2)
+        if rows.table_BN is None:
+            return cache_PLKd[:batch, : rows.end].transpose(1, 2)
+        return cache_PLKd[rows.table_BN].flatten(1, 2).transpose(1, 2)
 
-    visible_B11L = (torch.arange(longest, device=q_BHd.device) < lengths_B[:, None])[:, None, None]
     o_BKGd = scaled_dot_product_attention(
-        q_BKGd, of_rows(k_cache_PLKd), of_rows(v_cache_PLKd), attn_mask=visible_B11L, scale=scale
+        q_BHd.view(batch, kv_heads, heads // kv_heads, size),
+        of_rows(k_cache_PLKd),
+        of_rows(v_cache_PLKd),
+        attn_mask=rows.visible_B11L,
+        scale=scale,
     )
-    return o_BKGd.reshape(rows, heads, size)
+    return o_BKGd.reshape(batch, heads, size)

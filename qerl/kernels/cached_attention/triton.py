@@ -1,111 +1,176 @@
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-"""Decode attention in Triton: one query a row against its pages of the cache, split over the context, parts joined in fixed order.
+"""Decode attention in Triton, one launch: rotate, append, attend, split over the context, parts joined in fixed order.
 
 Legend: B rows, H query heads, K key/value heads, G = H / K heads that share one, d head size, P pages, L tokens a page, N pages a
 row has at most, S splits of a context.
 
 One program works on (row, key/value head, split): its G query heads stand together on the row side of the matrix product (padded
-to 16), so keys and values are read once for all of them. The number of splits follows from B, K and the device alone, so one
-captured graph serves every length; lengths and page numbers are read on the device. A split covers whole tiles; one without work
-leaves weight 0. Softmax is in float32, base 2; weights are rounded to the type of the values for the second product.
+to 16), so keys and values are read once for all of them. The new token never comes from the cache: the first split of a row rotates its
+key, stores it with its value, and begins its running sums with them. A split covers whole tiles, at least `LEAST_TILES` of them, so a
+short context is one program's, and the other programs of its row end at once. Where several work, the one that ends last joins their parts, in
+the order of the context and not of time. The most splits follow from B, K and the device alone, so one captured graph serves
+every length; lengths and page numbers are read on the device. Softmax is in float32, base 2; weights are rounded to the type of the values
+for the second product.
 """
 
 from __future__ import annotations
+
+from functools import cache
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from qerl.kernels.cached_attention.rows import CacheRows
+from qerl.kernels.overlap import begin, overlap
+from qerl.kernels.rms_norm import NormNoise, noise_values
+from qerl.kernels.rope import HeadNorms
+
 TILE = 64
 """Positions per step of a program's loop."""
-LARGEST_SPLITS = 64
+LEAST_TILES = 4
+"""Fewest tiles of a split where a context has several."""
+LARGEST_SPLITS = 32
 PROGRAMS_PER_PROCESSOR = 4
+STAGES = 3
+"""Tiles on their way or in use, and one: a program keeps two in shared memory."""
 LOG2_E = 1.4426950408889634
 _SIDE = 16
 """Least rows of a matrix product."""
+_JOINED = 4
+"""Parts that are read at once when they are joined."""
 
 
 def splits_for(rows: int, kv_heads: int, processors: int) -> int:
-    """Parts of each context: enough programs to fill the device, a power of two up to 64."""
-    wanted = triton.cdiv(PROGRAMS_PER_PROCESSOR * processors, rows * kv_heads)
-    return min(LARGEST_SPLITS, triton.next_power_of_2(wanted))
+    """Most parts of a context: as many as keep the device busy, up to 32."""
+    return max(1, min(LARGEST_SPLITS, PROGRAMS_PER_PROCESSOR * processors // (rows * kv_heads)))
 
 
 def cached_attention(
-    q_BHd: Tensor,
+    qkv_BX: Tensor,
+    rotation: tuple[Tensor, Tensor],
+    heads: int,
+    kv_heads: int,
     k_cache_PLKd: Tensor,
     v_cache_PLKd: Tensor,
-    lengths_B: Tensor,
+    rows: CacheRows,
     scale: float,
-    table_BN: Tensor | None = None,
+    norms: HeadNorms | None = None,
     splits: int | None = None,
 ) -> Tensor:
-    """See `qerl.kernels.cached_attention.cached_attention`; ``splits`` overrides the number of parts."""
-    rows, heads, size = q_BHd.shape
-    page, kv_heads = k_cache_PLKd.shape[1:3]
+    """See `qerl.kernels.cached_attention.cached_attention`; ``splits`` overrides the most parts of a context."""
+    cos_Bd, sin_Bd = (table.contiguous() for table in rotation)
+    batch, size = cos_Bd.shape
     group = heads // kv_heads
-    assert k_cache_PLKd.stride() == v_cache_PLKd.stride() and k_cache_PLKd.stride()[2:] == (size, 1)
-    assert table_BN is None or page % TILE == 0, "pages hold whole tiles"
-    q_BHd = q_BHd.contiguous()
-    out_BHd = torch.empty_like(q_BHd)
+    device, table_BN = qkv_BX.device, rows.table_BN
+    assert qkv_BX.stride(1) == 1 and qkv_BX.shape[1] == (heads + 2 * kv_heads) * size
+    assert table_BN is None or rows.page_tokens % TILE == 0, "pages hold whole tiles"
+    out_BHd = qkv_BX.new_empty(batch, heads, size)
     if splits is None:
-        splits = splits_for(rows, kv_heads, _processors(q_BHd.device))
-    parts_BHSd = stats_2BHS = out_BHd
+        splits = splits_for(batch, kv_heads, _processors(device))
+    parts_BHSd = stats_2BHS = arrived_BK = out_BHd
     if splits > 1:
-        parts_BHSd = torch.empty(rows, heads, splits, size, dtype=torch.float32, device=q_BHd.device)
-        stats_2BHS = torch.empty(2, rows, heads, splits, dtype=torch.float32, device=q_BHd.device)
-    padded = triton.next_power_of_2(size)
-    _attend[(rows * kv_heads, splits)](
-        q_BHd,
+        parts_BHSd = torch.empty(batch, heads, splits, size, dtype=torch.float32, device=device)
+        stats_2BHS = torch.empty(2, batch, heads, splits, dtype=torch.float32, device=device)
+        arrived_BK = _arrivals(device, triton.next_power_of_2(batch * kv_heads))
+    weights: tuple[Tensor | None, ...] = (None, None)
+    noises: tuple[tuple[Tensor | None, int], ...] = ((None, 0), (None, 0))
+    if norms is not None:
+        weights = norms.q_weight_d, norms.k_weight_d
+        noises = _values(norms.q_noise), _values(norms.k_noise)
+    _attend[(batch * kv_heads, splits)](
+        qkv_BX,
+        cos_Bd,
+        sin_Bd,
+        *weights,
+        0.0 if norms is None else norms.eps,
+        *noises[0],
+        *noises[1],
         k_cache_PLKd,
         v_cache_PLKd,
-        lengths_B,
-        lengths_B if table_BN is None else table_BN,
+        rows.lengths_B,
+        table_BN,
         out_BHd,
         parts_BHSd,
         stats_2BHS,
+        arrived_BK,
         scale * LOG2_E,
-        rows,
+        qkv_BX.stride(0),
+        batch,
         0 if table_BN is None else table_BN.stride(0),
         k_cache_PLKd.stride(0),
         k_cache_PLKd.stride(1),
-        page,
+        rows.page_tokens,
+        NORMS=norms is not None,
         KV_HEADS=kv_heads,
         GROUP=group,
         SIDE=max(_SIDE, triton.next_power_of_2(group)),
+        JOIN_SIDE=triton.next_power_of_2(group),
         SIZE=size,
-        PADDED=padded,
+        PADDED=triton.next_power_of_2(size),
         TILE=TILE,
+        LEAST=LEAST_TILES,
         SPLITS=splits,
-        PAGED=table_BN is not None,
-        EXACT=q_BHd.dtype == torch.float32,
+        JOINED=min(_JOINED, triton.next_power_of_2(splits)),
+        EXACT=qkv_BX.dtype == torch.float32,
         num_warps=4,
         # Tiles of float32 in several stages would not fit the shared memory of smaller devices.
-        num_stages=1 if q_BHd.dtype == torch.float32 else 3,
+        num_stages=1 if qkv_BX.dtype == torch.float32 else STAGES,
+        enable_fp_fusion=False,
+        **overlap(device),
     )
-    if splits > 1:
-        _join[(rows * heads,)](
-            parts_BHSd,
-            stats_2BHS,
-            out_BHd,
-            rows * heads * splits,
-            SIZE=size,
-            PADDED=padded,
-            SPLITS=splits,
-            num_warps=2,
-        )
     return out_BHd
 
 
+def _values(noise: NormNoise | None) -> tuple[Tensor | None, int]:
+    """z and the distance of its rows."""
+    z = noise_values(noise)
+    if z is None:
+        return None, 0
+    z = z.contiguous()
+    return z, z.shape[-1] if z.dim() == 2 and len(z) > 1 else 0
+
+
+@cache
+def _arrivals(device: torch.device, count: int) -> Tensor:
+    """How many splits of each row and head have ended; whoever joins them puts it back to 0. Kept, since captured steps use it."""
+    return torch.zeros(count, dtype=torch.int32, device=device)
+
+
+@cache
 def _processors(device: torch.device) -> int:
     """Multiprocessors of the device; 1 on the CPU, where kernels are interpreted."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 @triton.jit
+def _scaled(low_Nd, high_Nd, weight_ptr, z_ptr, z_stride, row, lane_d, swapped_d, eps, SIZE: tl.constexpr):
+    """RMSNorm of heads: (values, values of the swapped channels), rounded to the type of the projections."""
+    inside_d = lane_d < SIZE
+    wide_low_Nd, wide_high_Nd = low_Nd.to(tl.float32), high_Nd.to(tl.float32)
+    r_N1 = (1.0 / tl.sqrt_rn(tl.sum(wide_low_Nd * wide_low_Nd, 1) / SIZE + eps))[:, None]
+    scale_d = tl.load(weight_ptr + lane_d, mask=inside_d, other=0.0).to(tl.float32)
+    swapped_scale_d = tl.load(weight_ptr + swapped_d, mask=inside_d, other=0.0).to(tl.float32)
+    if z_ptr is not None:
+        scale_d += tl.load(z_ptr + row * z_stride + lane_d, mask=inside_d, other=0.0).to(tl.float32)
+        swapped_scale_d += tl.load(z_ptr + row * z_stride + swapped_d, mask=inside_d, other=0.0).to(tl.float32)
+    normed_Nd = (wide_low_Nd * r_N1 * scale_d[None, :]).to(low_Nd.dtype)
+    return normed_Nd, (wide_high_Nd * r_N1 * swapped_scale_d[None, :]).to(low_Nd.dtype)
+
+
+@triton.jit
 def _attend(
-    q_ptr,
+    qkv_ptr,
+    cos_ptr,
+    sin_ptr,
+    q_weight_ptr,
+    k_weight_ptr,
+    eps,
+    q_z_ptr,
+    q_z_stride,
+    k_z_ptr,
+    k_z_stride,
     k_ptr,
     v_ptr,
     lengths_ptr,
@@ -113,51 +178,100 @@ def _attend(
     out_ptr,
     parts_ptr,
     stats_ptr,
+    arrived_ptr,
     scale,
+    qkv_stride,
     rows,
     table_stride,
     page_stride,
     token_stride,
     page_tokens,
+    NORMS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     SIDE: tl.constexpr,
+    JOIN_SIDE: tl.constexpr,
     SIZE: tl.constexpr,
     PADDED: tl.constexpr,
     TILE: tl.constexpr,
+    LEAST: tl.constexpr,
     SPLITS: tl.constexpr,
-    PAGED: tl.constexpr,
+    JOINED: tl.constexpr,
     EXACT: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
+    begin(OVERLAP)
     row = (tl.program_id(0) // KV_HEADS).to(tl.int64)
     kv_head = tl.program_id(0) % KV_HEADS
     split = tl.program_id(1)
     length = tl.load(lengths_ptr + row).to(tl.int32)
+    if table_ptr is None:
+        length = tl.minimum(length, page_tokens - 1)
     tiles = tl.cdiv(length, TILE)
-    share = tl.cdiv(tiles, SPLITS)
+    share = tl.maximum(tl.cdiv(tiles, SPLITS), LEAST)
+    working = tl.maximum(tl.cdiv(tiles, share), 1)
+    if split >= working:
+        return
     first = split * share
     last = tl.minimum(first + share, tiles)
 
     member_G = tl.arange(0, SIDE)
     lane_d = tl.arange(0, PADDED)
     lane_N = tl.arange(0, TILE)
-    head_G = row * (KV_HEADS * GROUP) + kv_head * GROUP + member_G
-    there_Gd = (member_G < GROUP)[:, None] & (lane_d < SIZE)[None, :]
-    q_Gd = tl.load(q_ptr + head_G[:, None] * SIZE + lane_d[None, :], mask=there_Gd, other=0.0)
+    inside_d = lane_d < SIZE
+    swapped_d = tl.where(lane_d < SIZE // 2, lane_d + SIZE // 2, lane_d - SIZE // 2)
+    cos_1d = tl.load(cos_ptr + row * SIZE + lane_d, mask=inside_d, other=0.0)[None, :]
+    sin_1d = tl.load(sin_ptr + row * SIZE + lane_d, mask=inside_d, other=0.0)[None, :]
+    there_Gd = (member_G < GROUP)[:, None] & inside_d[None, :]
+    q_from = qkv_ptr + row * qkv_stride + (kv_head * GROUP + member_G)[:, None] * SIZE
+    q_Gd = tl.load(q_from + lane_d[None, :], mask=there_Gd, other=0.0)
+    q_swapped_Gd = tl.load(q_from + swapped_d[None, :], mask=there_Gd, other=0.0)
+    if NORMS:
+        q_Gd, q_swapped_Gd = _scaled(
+            q_Gd, q_swapped_Gd, q_weight_ptr, q_z_ptr, q_z_stride, row, lane_d, swapped_d, eps, SIZE
+        )
+    q_Gd = (q_Gd.to(tl.float32) * cos_1d + q_swapped_Gd.to(tl.float32) * sin_1d).to(qkv_ptr.dtype.element_ty)
 
     top_G = tl.full((SIDE,), float("-inf"), tl.float32)
     sum_G = tl.zeros((SIDE,), tl.float32)
     out_Gd = tl.zeros((SIDE, PADDED), tl.float32)
+    if split == 0:
+        k_from = qkv_ptr + row * qkv_stride + (KV_HEADS * GROUP + kv_head) * SIZE
+        one_d = lane_d[None, :] + tl.zeros((1, PADDED), tl.int32)
+        k_1d = tl.load(k_from + one_d, mask=inside_d[None, :], other=0.0)
+        k_swapped_1d = tl.load(k_from + swapped_d[None, :], mask=inside_d[None, :], other=0.0)
+        v_1d = tl.load(k_from + KV_HEADS * SIZE + one_d, mask=inside_d[None, :], other=0.0)
+        if NORMS:
+            k_1d, k_swapped_1d = _scaled(
+                k_1d, k_swapped_1d, k_weight_ptr, k_z_ptr, k_z_stride, row, lane_d, swapped_d, eps, SIZE
+            )
+        k_1d = (k_1d.to(tl.float32) * cos_1d + k_swapped_1d.to(tl.float32) * sin_1d).to(k_ptr.dtype.element_ty)
+        page = row
+        if table_ptr is not None:
+            page = tl.load(table_ptr + row * table_stride + length // page_tokens).to(tl.int64)
+        place_1d = page * page_stride + (length % page_tokens).to(tl.int64) * token_stride + kv_head * SIZE + one_d
+        tl.store(k_ptr + place_1d, k_1d, mask=inside_d[None, :])
+        tl.store(v_ptr + place_1d, v_1d.to(v_ptr.dtype.element_ty), mask=inside_d[None, :])
+        top_G = tl.sum(q_Gd.to(tl.float32) * k_1d.to(tl.float32), 1) * scale
+        sum_G += 1.0
+        out_Gd += v_1d.to(v_ptr.dtype.element_ty).to(tl.float32)
+    # The number of the next page is read a turn ahead, or its tile could not be on its way while this one is worked on.
+    page = row
+    if table_ptr is not None:
+        page = tl.load(table_ptr + row * table_stride + first * TILE // page_tokens, mask=first < last, other=0).to(
+            tl.int64
+        )
     for tile in range(first, last):
         start = tile * TILE
-        if PAGED:
-            page = tl.load(table_ptr + row * table_stride + start // page_tokens).to(tl.int64)
-            base = page * page_stride + (start % page_tokens).to(tl.int64) * token_stride
-        else:
-            base = row * page_stride + start.to(tl.int64) * token_stride
+        next_page = row
+        if table_ptr is not None:
+            next_page = tl.load(
+                table_ptr + row * table_stride + (start + TILE) // page_tokens, mask=tile + 1 < last, other=0
+            ).to(tl.int64)
+        base = page * page_stride + (start % page_tokens).to(tl.int64) * token_stride
         inside_N = start + lane_N < length
         place_Nd = base + kv_head * SIZE + lane_N[:, None] * token_stride + lane_d[None, :]
-        mask_Nd = inside_N[:, None] & (lane_d < SIZE)[None, :]
+        mask_Nd = inside_N[:, None] & inside_d[None, :]
         k_Nd = tl.load(k_ptr + place_Nd, mask=mask_Nd, other=0.0)
         v_Nd = tl.load(v_ptr + place_Nd, mask=mask_Nd, other=0.0)
         if EXACT:
@@ -175,17 +289,26 @@ def _attend(
         else:
             out_Gd += tl.dot(weights_GN.to(v_Nd.dtype), v_Nd)
         top_G = new_top_G
+        page = next_page
 
-    if SPLITS == 1:
-        out_Gd = out_Gd / tl.where(sum_G == 0.0, 1.0, sum_G)[:, None]
-        tl.store(out_ptr + head_G[:, None] * SIZE + lane_d[None, :], out_Gd.to(out_ptr.dtype.element_ty), mask=there_Gd)
-    else:
+    head_G = row * (KV_HEADS * GROUP) + kv_head * GROUP + member_G
+    if working == 1:
+        result_Gd = (out_Gd / sum_G[:, None]).to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + head_G[:, None] * SIZE + lane_d[None, :], result_Gd, mask=there_Gd)
+    elif SPLITS > 1:
         part_G = head_G * SPLITS + split
         kept_G = member_G < GROUP
+        plane = rows * (KV_HEADS * GROUP * SPLITS)
         tl.store(stats_ptr + part_G, top_G, mask=kept_G)
-        tl.store(stats_ptr + rows * (KV_HEADS * GROUP * SPLITS) + part_G, sum_G, mask=kept_G)
-        if first < last:
-            tl.store(parts_ptr + part_G[:, None] * SIZE + lane_d[None, :], out_Gd, mask=there_Gd)
+        tl.store(stats_ptr + plane + part_G, sum_G, mask=kept_G)
+        tl.store(parts_ptr + part_G[:, None] * SIZE + lane_d[None, :], out_Gd, mask=there_Gd)
+        tl.debug_barrier()
+        if tl.atomic_add(arrived_ptr + tl.program_id(0), 1, sem="acq_rel", scope="gpu") == working - 1:
+            tl.store(arrived_ptr + tl.program_id(0), 0)
+            _join(
+                parts_ptr, stats_ptr, out_ptr, row * (KV_HEADS * GROUP) + kv_head * GROUP, working, plane,
+                GROUP, JOIN_SIDE, SIZE, PADDED, SPLITS, JOINED,
+            )  # fmt: skip
 
 
 @triton.jit
@@ -193,21 +316,39 @@ def _join(
     parts_ptr,
     stats_ptr,
     out_ptr,
+    first_head,
+    working,
     plane,
+    GROUP: tl.constexpr,
+    SIDE: tl.constexpr,
     SIZE: tl.constexpr,
     PADDED: tl.constexpr,
     SPLITS: tl.constexpr,
+    JOINED: tl.constexpr,
 ) -> None:
-    head = tl.program_id(0).to(tl.int64)
-    part_S = head * SPLITS + tl.arange(0, SPLITS)
+    """Sum of the parts of G heads, a few parts at a time, each weighted by its share of the softmax."""
+    member_G = tl.arange(0, SIDE)
     lane_d = tl.arange(0, PADDED)
-    top_S = tl.load(stats_ptr + part_S)
-    sum_S = tl.load(stats_ptr + plane + part_S)
-    worked_S = sum_S > 0.0
-    top = tl.max(top_S, 0)
-    scale_S = tl.where(worked_S, tl.exp2(top_S - top), 0.0)
-    total = tl.sum(sum_S * scale_S, 0)
-    mask_Sd = worked_S[:, None] & (lane_d < SIZE)[None, :]
-    parts_Sd = tl.load(parts_ptr + part_S[:, None] * SIZE + lane_d[None, :], mask=mask_Sd, other=0.0)
-    out_d = tl.sum(parts_Sd * scale_S[:, None], 0) / tl.where(total == 0.0, 1.0, total)
-    tl.store(out_ptr + head * SIZE + lane_d, out_d.to(out_ptr.dtype.element_ty), mask=lane_d < SIZE)
+    lane_J = tl.arange(0, JOINED)
+    head_G = first_head + member_G
+    kept_G = member_G < GROUP
+    top_G = tl.full((SIDE,), float("-inf"), tl.float32)
+    sum_G = tl.zeros((SIDE,), tl.float32)
+    out_Gd = tl.zeros((SIDE, PADDED), tl.float32)
+    for start in range(0, working, JOINED):
+        split_J = start + lane_J
+        mask_GJ = kept_G[:, None] & (split_J < working)[None, :]
+        part_GJ = head_G[:, None] * SPLITS + split_J[None, :]
+        top_GJ = tl.load(stats_ptr + part_GJ, mask=mask_GJ, other=float("-inf"))
+        sum_GJ = tl.load(stats_ptr + plane + part_GJ, mask=mask_GJ, other=0.0)
+        mask_GJd = mask_GJ[:, :, None] & (lane_d < SIZE)[None, None, :]
+        parts_GJd = tl.load(parts_ptr + part_GJ[:, :, None] * SIZE + lane_d[None, None, :], mask=mask_GJd, other=0.0)
+        new_top_G = tl.where(kept_G, tl.maximum(top_G, tl.max(top_GJ, 1)), 0.0)
+        weight_GJ = tl.exp2(top_GJ - new_top_G[:, None])
+        shrink_G = tl.exp2(top_G - new_top_G)
+        sum_G = sum_G * shrink_G + tl.sum(sum_GJ * weight_GJ, 1)
+        out_Gd = out_Gd * shrink_G[:, None] + tl.sum(parts_GJd * weight_GJ[:, :, None], 1)
+        top_G = new_top_G
+    out_Gd = out_Gd / tl.where(kept_G, sum_G, 1.0)[:, None]
+    place_Gd = head_G[:, None] * SIZE + lane_d[None, :]
+    tl.store(out_ptr + place_Gd, out_Gd.to(out_ptr.dtype.element_ty), mask=kept_G[:, None] & (lane_d < SIZE)[None, :])

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from qerl.kernels.overlap import begin, overlap
 from qerl.kernels.philox.device import normal_rows_tile
 from qerl.kernels.rms_norm import reference
 from qerl.kernels.rms_norm.noise import KeyedNoise, NormNoise, TableNoise, noise_values
@@ -137,6 +138,7 @@ def _launch_forward(
             BLOCK=block,
             num_warps=warps,
             enable_fp_fusion=False,
+            **overlap(x.device),
         )
     return h.view(x_TD.shape), None if stream is None else stream.view(x_TD.shape), inverse
 
@@ -265,7 +267,9 @@ def _forward(
     D: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    begin(OVERLAP)
     program = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     w = tl.load(weight + columns, mask=columns < D, other=0.0).to(tl.float32)[None, :]

@@ -11,7 +11,7 @@ from qerl.kernels import dispatch
 from qerl.kernels.rope.norms import HeadNorms
 from qerl.kernels.rope.reference import rotate
 
-__all__ = ["HeadNorms", "rope", "rope_append", "rotate"]
+__all__ = ["HeadNorms", "rope", "rotate"]
 
 
 def rope(
@@ -44,38 +44,3 @@ def rope(
     """
     implementation = dispatch.load("rope", qkv_TX.device, kernel)
     return implementation.rope(qkv_TX, positions_T, cos_Pd, sin_Pd, heads, kv_heads, norms)
-
-
-def rope_append(
-    qkv_TX: Tensor,
-    positions_T: Tensor | None,
-    cos_Pd: Tensor,
-    sin_Pd: Tensor,
-    heads: int,
-    kv_heads: int,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    place_T: Tensor,
-    *,
-    norms: HeadNorms | None = None,
-    kernel: str = "auto",
-) -> Tensor:
-    """`rope`, with k and v written to a cache: the start of attention in a generation step. No gradient.
-
-    Args:
-        qkv_TX, positions_T, cos_Pd, sin_Pd, heads, kv_heads, norms: as of `rope`.
-        k_cache, v_cache: contiguous, [..., K, d] in the type of qkv; changed in place.
-        place_T: int64 [T], where each token goes in the flattened leading dimensions; each place occurs once.
-        kernel: implementation by name.
-
-    Returns:
-        q [T, H, d], dtype of qkv.
-
-    Raises:
-        KernelUnavailableError: `kernel` cannot run here.
-    """
-    assert k_cache.is_contiguous() and v_cache.is_contiguous() and k_cache.dtype == v_cache.dtype == qkv_TX.dtype
-    implementation = dispatch.load("rope", qkv_TX.device, kernel)
-    return implementation.rope_append(
-        qkv_TX, positions_T, cos_Pd, sin_Pd, heads, kv_heads, norms, k_cache, v_cache, place_T
-    )

@@ -44,25 +44,6 @@ def rope(
     return q_THd, k_TKd, v_TX.reshape(tokens, kv_heads, size)
 
 
-def rope_append(
-    qkv_TX: Tensor,
-    positions_T: Tensor | None,
-    cos_Pd: Tensor,
-    sin_Pd: Tensor,
-    heads: int,
-    kv_heads: int,
-    norms: HeadNorms | None,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    place_T: Tensor,
-) -> Tensor:
-    """See `qerl.kernels.rope.rope_append`."""
-    q_THd, k_TKd, v_TKd = rope(qkv_TX, positions_T, cos_Pd, sin_Pd, heads, kv_heads, norms)
-    for cache, values_TKd in ((k_cache, k_TKd), (v_cache, v_TKd)):
-        cache.view(-1, *cache.shape[-2:]).index_copy_(0, place_T, values_TKd)
-    return q_THd
-
-
 def head_norm(x_TNd: Tensor, weight_d: Tensor, eps: float, noise: NormNoise | None, *, kernel: str) -> Tensor:
     """RMSNorm over each head; the noise is one draw [d], or one a token [T, d]."""
     z = noise_values(noise)

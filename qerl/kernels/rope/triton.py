@@ -1,5 +1,5 @@
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-"""Norm over heads, rotation, split and append in one pass over memory.
+"""Norm over heads, rotation and split in one pass over memory.
 
 Legend: T tokens, H query heads, K key/value heads, d head size, X = (H + 2 K) d. A tile is a few heads of one token, as two
 halves of d / 2 channels. Float64 goes to the reference.
@@ -47,26 +47,6 @@ def rope(
     return _Rope.apply(qkv_TX, positions_T, cos_Pd, sin_Pd, heads, kv_heads, norms)
 
 
-def rope_append(
-    qkv_TX: Tensor,
-    positions_T: Tensor | None,
-    cos_Pd: Tensor,
-    sin_Pd: Tensor,
-    heads: int,
-    kv_heads: int,
-    norms: HeadNorms | None,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    place_T: Tensor,
-) -> Tensor:
-    """See `qerl.kernels.rope.rope_append`."""
-    q_THd = qkv_TX.new_empty(len(qkv_TX), heads, cos_Pd.shape[-1])
-    _launch(
-        _forward, qkv_TX, positions_T, cos_Pd, sin_Pd, heads, kv_heads, norms, (q_THd, k_cache, v_cache), place_T, None
-    )
-    return q_THd
-
-
 def _normed(qkv_TX: Tensor, heads: int, kv_heads: int, norms: HeadNorms) -> Tensor:
     """The projections with q and k normalized by the norm's own kernel, which has a gradient to the scales."""
     size = norms.q_weight_d.numel()
@@ -90,7 +70,7 @@ def _heads(
     q_THd = qkv_TX.new_empty(tokens, heads, size)
     k_TKd, v_TKd = qkv_TX.new_empty(tokens, kv_heads, size), qkv_TX.new_empty(tokens, kv_heads, size)
     outputs = (q_THd, k_TKd, v_TKd)
-    _launch(_forward, qkv_TX, positions_T, cos_Pd, sin_Pd, heads, kv_heads, norms, outputs, None, None)
+    _launch(_forward, qkv_TX, positions_T, cos_Pd, sin_Pd, heads, kv_heads, norms, outputs, None)
     return outputs
 
 
@@ -133,7 +113,7 @@ def gradient(
     (tokens, heads, size), kv_heads = grads[0].shape, grads[1].shape[1]
     grad_TX = grads[0].new_empty(tokens, (heads + 2 * kv_heads) * size)
     source = grad_TX if qkv_TX is None else qkv_TX
-    _launch(_backward, source, positions_T, cos_Pd, sin_Pd, heads, kv_heads, norms, grads, None, grad_TX)
+    _launch(_backward, source, positions_T, cos_Pd, sin_Pd, heads, kv_heads, norms, grads, grad_TX)
     return grad_TX
 
 
@@ -147,7 +127,6 @@ def _launch(
     kv_heads: int,
     norms: HeadNorms | None,
     pieces: tuple[Tensor, ...],
-    place_T: Tensor | None,
     grad_TX: Tensor | None,
 ) -> None:
     size = cos_Pd.shape[-1]
@@ -163,7 +142,6 @@ def _launch(
         kernel[(len(qkv_TX), ceil_div(heads + 2 * kv_heads, _HEADS_A_TILE))](
             *arguments,
             *pieces,
-            place_T,
             *(() if grad_TX is None else (grad_TX,)),
             NORMS=norms is not None,
             H=heads,
@@ -221,7 +199,6 @@ def _forward(
     q,
     k,
     v,
-    place,
     NORMS: tl.constexpr,
     H: tl.constexpr,
     K: tl.constexpr,
@@ -252,20 +229,17 @@ def _forward(
     c = tl.load(cos + row * (2 * HALF) + columns, mask=inside, other=0.0)[None, :]
     s = tl.load(sin + row * (2 * HALF) + HALF + columns, mask=inside, other=0.0)[None, :]
     y_low, y_high = (x_low * c - x_high * s).to(low.dtype), (x_high * c + x_low * s).to(low.dtype)
-    destination = token
-    if place is not None:
-        destination = tl.load(place + token)
     at = head[:, None] * (2 * HALF) + columns[None, :]
     to_q = mask & (head < H)[:, None]
     q_at = q + token * (H * 2 * HALF) + at
     tl.store(q_at, y_low, mask=to_q)
     tl.store(q_at + HALF, y_high, mask=to_q)
     to_k = mask & ((head >= H) & (head < H + K))[:, None]
-    k_at = k + destination * (K * 2 * HALF) + at - H * 2 * HALF
+    k_at = k + token * (K * 2 * HALF) + at - H * 2 * HALF
     tl.store(k_at, y_low, mask=to_k)
     tl.store(k_at + HALF, y_high, mask=to_k)
     to_v = mask & (head >= H + K)[:, None]
-    v_at = v + destination * (K * 2 * HALF) + at - (H + K) * 2 * HALF
+    v_at = v + token * (K * 2 * HALF) + at - (H + K) * 2 * HALF
     tl.store(v_at, low, mask=to_v)
     tl.store(v_at + HALF, high, mask=to_v)
 
@@ -298,7 +272,6 @@ def _backward(
     dq,
     dk,
     dv,
-    place,
     grad,
     NORMS: tl.constexpr,
     H: tl.constexpr,

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from qerl.kernels.overlap import begin, overlap
 from qerl.kernels.sampling.reference import BLOCK
 
 BLOCKS_PER_PROGRAM = 16
@@ -43,6 +44,7 @@ def draw_token(logits_BV: Tensor, uniform_B: Tensor | None, temperature: float |
         BLOCK=BLOCK,
         GROUP=BLOCKS_PER_PROGRAM,
         num_warps=4,
+        **overlap(device),
     )
     _pick[(rows,)](
         logits_BV,
@@ -59,6 +61,7 @@ def draw_token(logits_BV: Tensor, uniform_B: Tensor | None, temperature: float |
         BLOCK=BLOCK,
         PADDED=triton.next_power_of_2(count),
         num_warps=4,
+        **overlap(device),
     )
     return tokens_B, logprobs_B
 
@@ -67,7 +70,9 @@ def keyed_uniforms(key_3: Tensor, positions_B: Tensor, sample_keys_B: Tensor) ->
     """See `qerl.kernels.sampling.keyed_uniforms`."""
     rows = len(positions_B)
     uniform_B = torch.empty(rows, dtype=torch.float32, device=key_3.device)
-    _uniforms[(triton.cdiv(rows, 128),)](key_3, positions_B, sample_keys_B, uniform_B, rows, LANES=128, num_warps=1)
+    _uniforms[(triton.cdiv(rows, 128),)](
+        key_3, positions_B, sample_keys_B, uniform_B, rows, LANES=128, num_warps=1, **overlap(key_3.device)
+    )
     return uniform_B
 
 
@@ -94,6 +99,7 @@ def advance_rows(tokens_B: Tensor, behavior_B: Tensor, sampler_B: Tensor, **book
         tokens_WR.shape[1],
         LANES=triton.next_power_of_2(rows),
         num_warps=4,
+        **overlap(tokens_B.device),
     )
 
 
@@ -109,7 +115,9 @@ def _block_stats(
     GREEDY: tl.constexpr,
     BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
+    begin(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     block_G = tl.program_id(1) * GROUP + tl.arange(0, GROUP)
     token_GC = block_G[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
@@ -152,7 +160,9 @@ def _pick(
     GREEDY: tl.constexpr,
     BLOCK: tl.constexpr,
     PADDED: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
+    begin(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     index_N = tl.arange(0, PADDED)
     inside_N = index_N < count
@@ -187,7 +197,10 @@ def _pick(
 
 
 @triton.jit
-def _uniforms(key_ptr, positions_ptr, sample_keys_ptr, uniform_ptr, rows, LANES: tl.constexpr) -> None:
+def _uniforms(
+    key_ptr, positions_ptr, sample_keys_ptr, uniform_ptr, rows, LANES: tl.constexpr, OVERLAP: tl.constexpr
+) -> None:
+    begin(OVERLAP)
     row_L = tl.program_id(0) * LANES + tl.arange(0, LANES)
     mask_L = row_L < rows
     key = tl.load(key_ptr).to(tl.uint64) | (tl.load(key_ptr + 1).to(tl.uint64) << 32)
@@ -219,7 +232,9 @@ def _advance(
     plane,
     width,
     LANES: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
+    begin(OVERLAP)
     row_L = tl.arange(0, LANES)
     mask_L = row_L < rows
     cursor = tl.load(cursor_ptr)

@@ -1,0 +1,56 @@
+"""Where the rows of a decode step stand in the cache.
+
+Legend: B rows, P pages of the cache, L tokens a page, N pages a row has at most.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+
+class CacheRows:
+    """Lengths and pages of the rows, and what follows from them, which is computed once for all layers and only where it is asked for.
+
+    Args:
+        lengths_B: int64 [B], tokens of each row in the cache, which is the position of its new one.
+        page_tokens: L.
+        table_BN: int32 [B, N], the pages of each row in order; None when row b has page b alone (P >= B). A row whose only page is full
+            goes on writing to its last place.
+        longest: largest of ``lengths_B`` where the host knows it and there is no table; the device is asked otherwise.
+    """
+
+    def __init__(
+        self, lengths_B: Tensor, page_tokens: int, *, table_BN: Tensor | None = None, longest: int | None = None
+    ):
+        self.lengths_B = lengths_B
+        self.page_tokens = page_tokens
+        self.table_BN = table_BN
+        self._longest = longest
+
+    @cached_property
+    def _position_B(self) -> Tensor:
+        return self.lengths_B if self.table_BN is not None else self.lengths_B.clamp(max=self.page_tokens - 1)
+
+    @cached_property
+    def place_B(self) -> Tensor:
+        """int64 [B]: page * L + offset of each row's new token."""
+        if self.table_BN is None:
+            return torch.arange(len(self.lengths_B), device=self.lengths_B.device) * self.page_tokens + self._position_B
+        page_B = self.table_BN.gather(1, (self._position_B // self.page_tokens)[:, None])[:, 0]
+        return page_B * self.page_tokens + self._position_B % self.page_tokens
+
+    @cached_property
+    def end(self) -> int:
+        """Tokens of the cache to look at, in every row."""
+        if self.table_BN is not None:
+            return self.table_BN.shape[1] * self.page_tokens
+        longest = int(self.lengths_B.max()) if self._longest is None else self._longest
+        return min(longest + 1, self.page_tokens)
+
+    @cached_property
+    def visible_B11L(self) -> Tensor:
+        """bool [B, 1, 1, end]: the tokens that a row attends to, its new one included."""
+        return (torch.arange(self.end, device=self.lengths_B.device) <= self._position_B[:, None])[:, None, None]
