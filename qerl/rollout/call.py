@@ -3,15 +3,16 @@
 What an answer is does not depend on how often the host looks: a row that has ended changes no more, and nothing reads what it goes
 on writing.
 
-Shape legend: B running rows, M rows or tokens named in one pass, S sequences of a pass, T tokens of a pass.
+Shape legend: B running rows, M rows or tokens named in one pass, S sequences of the call or of a pass, T tokens of a pass.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -23,16 +24,35 @@ from qerl.records import Prompt, SamplingSpec
 from qerl.rollout.kv_cache import PrefillContext
 from qerl.rollout.pages import PageBook
 from qerl.rollout.row_noise import DecodeNoise
+from qerl.rollout.row_state import Look, on_device
 from qerl.rollout.scheduler import Scheduler, Start
 from qerl.rollout.sequence import Answer, Sequence
+from qerl.rollout.stopwatch import Stopwatch
+from qerl.rollout.transcript import Transcript
 from qerl.rollout.workspace import Workspace
 
 ProgressCallback = Callable[[int, int, int], None]
 """Called with (answers done, answers in all, tokens generated) whenever answers end."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Round:
+    """Steps that the device has been told to do and the host has not looked at."""
+
+    index_B: np.ndarray
+    """int64 [B], sequence of each row when they were told; 0 in gaps, whose rows are not alive."""
+    held_B: np.ndarray
+    """bool [B], rows that hold one."""
+    steps: int
+    look: Look
+
+
 class Call:
     """State of one generate call.
+
+    On CUDA the next steps are on their way before the host looks at the last ones, so the device does not wait for it. What the
+    host does to rows, pages and tables takes effect in the order of the stream: after the steps that were told before. Rows that ended in steps
+    that the host has not looked at yet are not alive in the next ones.
 
     Args:
         workspace: memory of the decode batch.
@@ -44,6 +64,7 @@ class Call:
         rows: most sequences that run at once.
         prefill_tokens: most prompt tokens of one prefill pass.
         eos_ids: tokens that end an answer.
+        ahead: rounds that the device is told before the host looks at the one before them: 0 or 1.
     """
 
     def __init__(
@@ -58,6 +79,7 @@ class Call:
         rows: int,
         prefill_tokens: int,
         eos_ids: Items[int],
+        ahead: int = 0,
     ):
         self.workspace, self.prompts, self.sampling, self.adapters = workspace, prompts, sampling, adapters
         self.eos_ids = np.array(list(eos_ids))
@@ -69,7 +91,14 @@ class Call:
             self.book = PageBook(pages=layout.pages, page_tokens=layout.page_tokens, rows=layout.rows)
             self.book.changed.update(range(layout.rows))
         self.scheduler = Scheduler(sequences, rows=rows, prefill_tokens=prefill_tokens, book=self.book)
-        self.answers = [Answer() for _ in sequences]
+        self.transcript = Transcript(len(sequences))
+        self._prompt_S = np.array([sequence.prompt_length for sequence in sequences])
+        self._limit_S = np.array([sequence.limit or sampling.max_new_tokens for sequence in sequences])
+        self._told_S = np.zeros(len(sequences), dtype=np.int64)
+        """Steps that each sequence takes part in and that the host has not looked at."""
+        self._ahead = ahead
+        self._rounds: deque[_Round] = deque()
+        self._prefill_watch = Stopwatch(workspace.device)
         workspace.begin(sampling, noise, adapters)
         self.steps = 0
         self.stats = {
@@ -78,51 +107,44 @@ class Call:
             "prefill_tokens": 0.0,
             "kv_bytes": float(workspace.cache.nbytes),
             "peak_rows": float(rows),
-            "prefill_seconds": 0.0,
-            "decode_seconds": 0.0,
         }
 
-    def run(self, on_progress: ProgressCallback | None) -> list[Answer]:
+    def run(self, on_progress: ProgressCallback | None) -> Iterator[Answer]:
         """Generate everything; answers in the order of the sequences."""
-        graphs = self.workspace.graphs
+        graphs, began = self.workspace.graphs, time.perf_counter()
         captures, seconds = (graphs.captures, graphs.capture_seconds) if graphs else (0, 0.0)
         done = 0
         while not self.scheduler.done:
             self._fill_rows()
-            ended = self._advance()
-            if not ended:
-                continue
-            self.scheduler.release(ended)
-            self.workspace.state.clear(ended)
-            done += len(ended)
-            if on_progress is not None:
-                on_progress(done, len(self.answers), int(self.stats["generated_tokens"]))
+            told = self._tell()
+            while self._rounds and (len(self._rounds) > self._ahead or not told):
+                done += self._look()
+                told = True
+                if on_progress is not None:
+                    on_progress(done, len(self._prompt_S), int(self.transcript.counts_S.sum()))
+        total = time.perf_counter() - began
+        self.stats["prefill_seconds"] = min(self._prefill_watch.seconds(), total)
+        self.stats["decode_seconds"] = total - self.stats["prefill_seconds"]
+        self.stats["generated_tokens"] = float(self.transcript.counts_S.sum())
         self.stats["decode_steps"] = float(self.steps)
         self.stats["refills"] = float(self.scheduler.refills)
         self.stats["preemptions"] = float(self.scheduler.preemptions)
         self.stats["graph_captures"] = float(graphs.captures - captures if graphs else 0)
         self.stats["graph_seconds"] = graphs.capture_seconds - seconds if graphs else 0.0
-        return self.answers
+        return self.transcript.answers()
 
-    def _length(self, sequence: Sequence) -> int:
-        """Tokens of a running sequence in the cache: all that are known but the last."""
-        return sequence.prompt_length + len(self.answers[sequence.index].token_ids) - 1
-
-    def _left(self, sequence: Sequence) -> int:
-        """Tokens that its answer may still get."""
-        limit = sequence.limit or self.sampling.max_new_tokens
-        return limit - len(self.answers[sequence.index].token_ids)
+    def _rows(self) -> tuple[np.ndarray, np.ndarray]:
+        """(int64 [B], sequence of each row, 0 in a gap; bool [B], rows that hold one)."""
+        index_B = np.array([-1 if sequence is None else sequence.index for sequence in self.scheduler.running])
+        return np.maximum(index_B, 0), index_B >= 0
 
     def _fill_rows(self) -> None:
         """Start waiting sequences in free rows, then close the gaps that remain."""
         passes = self.scheduler.admit()
         if passes:
-            began = time.perf_counter()
-            for starts in passes:
-                self._prefill(starts)
-            if self.workspace.device.type == "cuda":
-                torch.cuda.synchronize(self.workspace.device)
-            self.stats["prefill_seconds"] += time.perf_counter() - began
+            with self._prefill_watch:
+                for starts in passes:
+                    self._prefill(starts)
         self._close_gaps()
 
     def _close_gaps(self) -> None:
@@ -131,69 +153,73 @@ class Call:
             return
         workspace = self.workspace
         sources, targets = zip(*moves, strict=True)
-        source_M, target_M = torch.tensor((sources, targets), device=workspace.device)
+        source_M, target_M = on_device((sources, targets), workspace.device)
         if self.book is None:
-            moved = [self.scheduler.running[row] for row in targets]
-            longest = max(self._length(sequence) for sequence in moved if sequence is not None)
-            workspace.cache.copy(source_M, target_M, longest)
+            index_B, held_B = self._rows()
+            workspace.cache.copy(source_M, target_M, int(self._lengths(index_B)[held_B].max()))
         workspace.state.move(source_M, target_M)
         workspace.state.clear(sources)
         if isinstance(workspace.noise, DecodeNoise):
             workspace.noise.move(source_M, target_M)
 
-    def _advance(self) -> list[int]:
-        """Advance every running row by some tokens; the rows that ended, ascending."""
-        began = time.perf_counter()
-        steps = min(self.workspace.layout.window, max(self._left(sequence) for _, sequence in self._running()))
-        lost = self.scheduler.grow(lambda sequence: self._length(sequence) + min(steps, self._left(sequence)))
+    def _lengths(self, index_B: np.ndarray) -> np.ndarray:
+        """int64 [B]: tokens in the cache, those that are being added included: all that are known but the last, at most."""
+        told_B = self.transcript.counts_S[index_B] + self._told_S[index_B]
+        return self._prompt_S[index_B] + np.minimum(told_B, self._limit_S[index_B]) - 1
+
+    def _tell(self) -> bool:
+        """Tell the device to advance every running row by some tokens; False when nothing can run before the host looks."""
+        index_B, held_B = self._rows()
+        left_B = self._limit_S[index_B] - self.transcript.counts_S[index_B] - self._told_S[index_B]
+        steps = int(min(self.workspace.layout.window, left_B[held_B].max(initial=0)))
+        tokens_B = np.where(
+            held_B, self._prompt_S[index_B] + self._limit_S[index_B] - np.maximum(left_B - steps, 0) - 1, 0
+        )
+        if steps < 1 or (self._rounds and not self.scheduler.fits(tokens_B)):
+            return False
+        lost = self.scheduler.grow(tokens_B)
         if lost:
             for _, sequence in lost:
-                answered = len(self.answers[sequence.index].token_ids)
-                self.scheduler.requeue(replace(sequence, answered=answered))
+                self.scheduler.requeue(replace(sequence, answered=int(self.transcript.counts_S[sequence.index])))
             self.workspace.state.clear([row for row, _ in lost])
             self._close_gaps()
+            index_B, held_B = self._rows()
         if self.book is not None:
             self.workspace.write_table(self.book)
-        running = self._running()
-        longest = max(self._length(sequence) for _, sequence in running)
-        tokens, logprobs = self.workspace.decode(len(self.scheduler.running), steps, longest)
+        longest = int(self._lengths(index_B)[held_B].max())
+        look = self.workspace.decode(len(index_B), steps, longest)
         self.steps += steps
-        ended = self._collect(running, tokens, logprobs)
-        self.stats["decode_seconds"] += time.perf_counter() - began
-        return ended
+        self._told_S[index_B[held_B]] += steps
+        self._rounds.append(_Round(index_B, held_B, steps, look))
+        return True
 
-    def _running(self) -> list[tuple[int, Sequence]]:
-        """(row, sequence) of all that run."""
-        return [(row, sequence) for row, sequence in enumerate(self.scheduler.running) if sequence is not None]
-
-    def _collect(self, running: list[tuple[int, Sequence]], tokens: np.ndarray, logprobs: np.ndarray) -> list[int]:
-        """Add what the last steps chose to the answers; the rows that ended."""
-        counts = (tokens >= 0).sum(0)
-        last = tokens[np.maximum(counts, 1) - 1, np.arange(tokens.shape[1])]
-        stopped = np.isin(last, self.eos_ids).tolist()
-        self.stats["generated_tokens"] += float(counts.sum())
-        taken, ids = counts.tolist(), tokens.T.tolist()
-        behavior, sampler = logprobs[0].T.tolist(), logprobs[1].T.tolist()
-        ended = []
-        for row, sequence in running:
-            answer, count = self.answers[sequence.index], taken[row]
-            answer.token_ids.extend(ids[row][:count])
-            answer.behavior_logprobs.extend(behavior[row][:count])
-            answer.sampler_logprobs.extend(sampler[row][:count])
-            if stopped[row] or not self._left(sequence):
-                ended.append(row)
-        return ended
+    def _look(self) -> int:
+        """Take in what the oldest round chose and free the rows of the answers that ended; how many."""
+        told = self._rounds.popleft()
+        tokens_WB, logprobs_2WB = told.look.read()
+        taken_B = self.transcript.add(told.index_B, tokens_WB, logprobs_2WB)
+        self._told_S[told.index_B[told.held_B]] -= told.steps
+        last_B = tokens_WB[np.maximum(taken_B, 1) - 1, np.arange(len(taken_B))]
+        full_B = self.transcript.counts_S[told.index_B] >= self._limit_S[told.index_B]
+        ended_B = (taken_B > 0) & (full_B | np.isin(last_B, self.eos_ids))
+        if not ended_B.any():
+            return 0
+        ended = set(told.index_B[ended_B].tolist())
+        rows = [row for row, held in enumerate(self.scheduler.running) if held is not None and held.index in ended]
+        self.scheduler.release(rows)
+        self.workspace.state.clear(rows)
+        return len(rows)
 
     def _prefill(self, starts: list[Start]) -> None:
         """Bring the known tokens of one pass into the cache, and their sequences into rows."""
         workspace = self.workspace
         for start in starts:
             if self.book is None and not start.prefill:
-                spare_1 = torch.tensor([workspace.cache.pages - 1], device=workspace.device)
-                rows_M = torch.tensor(start.rows, device=workspace.device)
+                spare_1 = on_device([workspace.cache.pages - 1], workspace.device)
+                rows_M = on_device(start.rows, workspace.device)
                 workspace.cache.copy(spare_1, rows_M, start.sequences[0].known_length - 1)
             if start.copies:
-                source_M, target_M = torch.tensor(start.copies, device=workspace.device).unbind(1)
+                source_M, target_M = on_device(start.copies, workspace.device).unbind(1)
                 workspace.cache.copy(source_M, target_M, workspace.cache.page_tokens)
         # Clean prompts are computed without noise, not with noise times zero: their keys and values are those of no noise.
         clean = self.noise is not None and self.noise.state.prompt == "clean"
@@ -212,7 +238,7 @@ class Call:
 
     def _known(self, sequence: Sequence) -> Items[int]:
         prompt = self.prompts[sequence.prompt_index].token_ids
-        return (*prompt, *self.answers[sequence.index].token_ids) if sequence.answered else prompt
+        return (*prompt, *self.transcript.tokens(sequence.index)) if sequence.answered else prompt
 
     def _pack(self, fresh: list[Start]) -> tuple[Tensor, PrefillContext]:
         """Known tokens, all but the last of each prefix, end to end, and where their keys and values go."""

@@ -34,8 +34,8 @@ BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256,
 PAGE_TOKENS = 64
 """Tokens a page, where the cache is in small pages."""
 
-CUDA_WINDOW = 16
-"""Steps between two looks of the host on CUDA. On the CPU the host looks at every step."""
+CUDA_WINDOW = 8
+"""Steps between two looks of the host on CUDA, where the next ones are under way meanwhile. On the CPU the host looks at every step."""
 
 GROWTH = 1.25
 """A kept cache that is too small for all rows is made anew, and steps are captured anew, if that makes it so much larger; else some
@@ -55,7 +55,7 @@ class Engine:
         max_model_len: longest prompt plus answer, in tokens; the model's own limit when not given.
         prefill_tokens: most prompt tokens of one prefill pass (a longer prompt makes a pass of its own).
         device: where the model is; taken from it when not given.
-        window: most steps between two looks of the host; 1 on the CPU and 16 on CUDA when not given. Answers do not depend on it.
+        window: most steps between two looks of the host; 1 on the CPU and 8 on CUDA when not given. Answers do not depend on it.
         paged: keys and values lie in pages from a common stock, else each row has room for the longest sequence of the call; by
             default on CUDA only.
         expected_tokens: longest sequence that calls will bring, prompt and answer. A paged cache is made for all rows at that length
@@ -105,6 +105,8 @@ class Engine:
         self.device = torch.device(device) if device is not None else model.device
         cuda = self.device.type == "cuda"
         self.window = window or (CUDA_WINDOW if cuda else 1)
+        self.ahead = int(cuda)
+        """Rounds of steps under way when the host looks at the one before them."""
         self.static_shapes = static_shapes
         self.paged = static_shapes or (cuda if paged is None else paged)
         self.expected_tokens = expected_tokens
@@ -199,6 +201,7 @@ class Engine:
             rows=rows,
             prefill_tokens=self.prefill_tokens,
             eos_ids=self.tokenizer.eos_ids,
+            ahead=self.ahead,
         )
         answers = call.run(on_progress)
         completions = tuple(

@@ -3,11 +3,15 @@
 A page holds the keys and values of ``page_tokens`` consecutive tokens of a sequence. Sequences that start from one prompt share its
 full pages; the page in which the prompt ends is each row's own, since the answer goes on in it. Page 0 belongs to nobody:
 rows that do not run write there.
+
+Shape legend: R rows of the decode batch, B the first of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
+
+import numpy as np
 
 
 class PageBook:
@@ -25,6 +29,7 @@ class PageBook:
         """Pages that can be held."""
         self.rows: list[list[int]] = [[] for _ in range(rows)]
         self.spare: list[int] = []
+        self._counts_R = np.zeros(rows, dtype=np.int64)
         self.changed: set[int] = set()
         """Rows whose pages are not those of the device's table any more; emptied by whoever writes it."""
         self._free = list(range(pages - 1, 0, -1))
@@ -65,8 +70,7 @@ class PageBook:
         for row in rows:
             assert not self.rows[row], f"row {row} holds pages"
             (own,) = self._take(1)
-            self.rows[row] = self._hold([*shared, own])
-            self.changed.add(row)
+            self._set(row, self._hold([*shared, own]))
             if partial and not prefill:
                 copies.append((self.spare[full], own))
         if prefill and keep:
@@ -76,21 +80,24 @@ class PageBook:
             self.drop_spare()
         return copies
 
+    def missing(self, tokens_B: np.ndarray) -> np.ndarray:
+        """int64 [B]: pages that the first B rows lack for so many tokens each (int64 [B])."""
+        wanted_B = -(-tokens_B // self.page_tokens)
+        return np.maximum(wanted_B - self._counts_R[: len(tokens_B)], 0)
+
     def grow(self, row: int, tokens: int) -> bool:
         """Give a row pages for so many tokens; False (and nothing changed) when there are too few."""
         missing = self.pages_for(tokens) - len(self.rows[row])
         if missing > self.free:
             return False
         if missing > 0:
-            self.rows[row] += self._hold(self._take(missing))
-            self.changed.add(row)
+            self._set(row, [*self.rows[row], *self._hold(self._take(missing))])
         return True
 
     def release(self, row: int) -> None:
         """Take a row's pages away."""
         self._drop(self.rows[row])
-        self.rows[row] = []
-        self.changed.add(row)
+        self._set(row, [])
 
     def drop_spare(self) -> None:
         """Forget the prompt that the spare row keeps."""
@@ -100,8 +107,13 @@ class PageBook:
     def move(self, source: int, target: int) -> None:
         """Hand a row's pages to a row that has none."""
         assert not self.rows[target], f"row {target} holds pages"
-        self.rows[target], self.rows[source] = self.rows[source], []
-        self.changed |= {source, target}
+        self._set(target, self.rows[source])
+        self._set(source, [])
+
+    def _set(self, row: int, pages: list[int]) -> None:
+        self.rows[row] = pages
+        self._counts_R[row] = len(pages)
+        self.changed.add(row)
 
     def _take(self, count: int) -> list[int]:
         assert count <= self.free, "the caller asks for what there is"

@@ -7,6 +7,7 @@ U answer positions whose random numbers are drawn at once, E tokens that end an 
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,6 +21,35 @@ from qerl.rollout.sequence import Sequence
 
 UNIFORM_WINDOW = 32
 """Answer positions whose random numbers are drawn in one call on the CPU; one call a step would cost as much as sampling."""
+
+
+LOOKS = 2
+"""Looks of the host that may be under way at once."""
+
+
+def on_device(values: Items[Any], device: torch.device) -> Tensor:
+    """int64 tensor of integers; on CUDA the host does not wait until the device has them."""
+    tensor = torch.tensor(values)
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
+class Look:
+    """A window on its way to the host.
+
+    Args:
+        window_3WB: int32 in the host's memory: tokens, and the bits of the two log-probs.
+        event: when they are there; None if they are.
+    """
+
+    def __init__(self, window_3WB: Tensor, event: torch.cuda.Event | None):
+        self._window_3WB, self._event = window_3WB, event
+
+    def read(self) -> tuple[np.ndarray, np.ndarray]:
+        """(int32 [W, B] tokens, -1 where a row was not alive, float32 [2, W, B] log-probs); waits for them."""
+        if self._event is not None:
+            self._event.synchronize()
+        window_3WB = self._window_3WB.numpy()
+        return window_3WB[0], window_3WB[1:].view(np.float32)
 
 
 class RowState:
@@ -55,6 +85,11 @@ class RowState:
         self._window_3WR = integers(3, window, rows, dtype=torch.int32)
         self.tokens_WR = self._window_3WR[0]
         self.logprobs_2WR = self._window_3WR[1:].view(torch.float32)
+        pinned = self._window_3WR.is_cuda
+        self._host_3WR = [
+            torch.empty_like(self._window_3WR, device="cpu", pin_memory=pinned) for _ in range(LOOKS * pinned)
+        ]
+        self._turn = 0
         self.key_3 = integers(3)
         """Key words of seed and stream, and the rollout: the part of the random numbers' key that all rows share."""
         self.temperature_1 = torch.ones(1, dtype=torch.float64, device=device)
@@ -73,7 +108,7 @@ class RowState:
 
     def start(self, rows: Items[int], sequences: Items[Sequence], last_tokens: Items[int]) -> None:
         """Put sequences whose known tokens (all but the last) are in the cache into rows."""
-        row_M = torch.tensor(rows, device=self._books.device)
+        row_M = on_device(rows, self._books.device)
         columns = (
             last_tokens,
             [sequence.known_length - 1 for sequence in sequences],
@@ -83,7 +118,7 @@ class RowState:
             [sequence.prompt_length for sequence in sequences],
             [1] * len(rows),
         )
-        fresh = torch.tensor(columns, device=row_M.device)
+        fresh = on_device(columns, row_M.device)
         self._books[:, row_M] = fresh
         if self._column < UNIFORM_WINDOW and self.spec.temperature > 0:
             width = UNIFORM_WINDOW - self._column
@@ -91,7 +126,7 @@ class RowState:
 
     def clear(self, rows: Items[int]) -> None:
         """Make rows ones that do not run."""
-        self._books[:, torch.tensor(rows, device=self._books.device)] = 0
+        self._books[:, on_device(rows, self._books.device)] = 0
 
     def uniforms(self, running: int) -> Tensor | None:
         """float32 [B]: the random numbers of this step's tokens, or None when greedy. Called once a step."""
@@ -123,15 +158,17 @@ class RowState:
             logprobs_2WR=self.logprobs_2WR,
         )
 
-    def look(self, steps: int, running: int) -> tuple[np.ndarray, np.ndarray]:
-        """What the last ``steps`` steps chose (synchronizes), and a new window.
-
-        Returns:
-            (int32 [steps, B] tokens, -1 where a row was not alive, float32 [2, steps, B] log-probs).
-        """
-        window_3WR = self._window_3WR.cpu().numpy() if self._window_3WR.is_cuda else self._window_3WR.numpy().copy()
+    def close_window(self, steps: int, running: int) -> Look:
+        """What the last ``steps`` steps chose, on its way to the host, and a new window. At most ``LOOKS`` are kept unread."""
+        if self._window_3WR.is_cuda:
+            self._turn = (self._turn + 1) % LOOKS
+            host_3WR, event = self._host_3WR[self._turn], torch.cuda.Event()
+            host_3WR.copy_(self._window_3WR, non_blocking=True)
+            event.record()
+        else:
+            host_3WR, event = self._window_3WR.clone(), None
         self.cursor_1.zero_()
-        return window_3WR[0, :steps, :running], window_3WR[1:, :steps, :running].view(np.float32)
+        return Look(host_3WR[:, :steps, :running], event)
 
     def move(self, source_M: Tensor, target_M: Tensor) -> None:
         """Copy rows (int64 [M] each, disjoint) to others."""

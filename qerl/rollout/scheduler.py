@@ -18,6 +18,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
+import numpy as np
+
 from qerl.rollout.pages import PageBook
 from qerl.rollout.sequence import Sequence
 
@@ -84,8 +86,12 @@ class Scheduler:
         self._drop_last_gaps()
         return finished
 
-    def grow(self, tokens: Callable[[Sequence], int]) -> list[tuple[int, Sequence]]:
-        """Give every running row pages for ``tokens(sequence)`` tokens, those first in order first.
+    def fits(self, tokens_B: np.ndarray) -> bool:
+        """Whether ``grow`` would find enough free pages."""
+        return self.book is None or self.book.missing(tokens_B).sum() <= self.book.free
+
+    def grow(self, tokens_B: np.ndarray) -> list[tuple[int, Sequence]]:
+        """Give every running row pages for its number of tokens (0 in a gap), those first in order first.
 
         Returns:
             (row, sequence) of those that lost their rows for it, last in order first. The caller puts each back with
@@ -94,9 +100,10 @@ class Scheduler:
         if self.book is None:
             return []
         lost: list[tuple[int, Sequence]] = []
-        for row in self._in_order():
+        short = set(np.flatnonzero(self.book.missing(tokens_B)).tolist())
+        for row in self._in_order() if short else ():
             sequence = self.running[row]
-            while sequence is not None and not self.book.grow(row, tokens(sequence)):
+            while row in short and sequence is not None and not self.book.grow(row, int(tokens_B[row])):
                 if self.book.spare:
                     self._drop_spare()
                     continue
@@ -140,7 +147,7 @@ class Scheduler:
         Args:
             size: rows that a step over the first so many rows has. Gaps stay where closing them would not make it smaller.
         """
-        held = sum(sequence is not None for sequence in self.running)
+        held = len(self.running) - self.running.count(None)
         if size(held) >= size(len(self.running)):
             return []
         moves = []
@@ -179,7 +186,7 @@ class Scheduler:
         if self.book is None:
             return free
         first = self.waiting[0]
-        running = sum(sequence is not None for sequence in self.running)
+        running = len(self.running) - self.running.count(None)
         for _ in range(2):
             # A page for each row that runs stays free: starting what must be put back at once would waste a prefill.
             prefill = self._spare_prefix != first.prefix

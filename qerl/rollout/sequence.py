@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,8 +36,8 @@ class Sequence:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The tokens of one sequence with their log-probs; grows while it runs."""
+    """The tokens of one sequence with their log-probs."""
 
-    token_ids: list[int] = field(default_factory=list)
-    behavior_logprobs: list[float] = field(default_factory=list)
-    sampler_logprobs: list[float] = field(default_factory=list)
+    token_ids: list[int]
+    behavior_logprobs: list[float]
+    sampler_logprobs: list[float]

@@ -23,7 +23,7 @@ from qerl.rollout.cuda_graphs import GraphPool
 from qerl.rollout.kv_cache import DecodeContext, KVCache
 from qerl.rollout.pages import PageBook
 from qerl.rollout.row_noise import DecodeNoise, KeyedDecodeNoise, fits_tables
-from qerl.rollout.row_state import RowState
+from qerl.rollout.row_state import Look, RowState
 from qerl.rollout.sampler import choose
 
 
@@ -123,7 +123,8 @@ class Workspace:
             self._lines_RN[row, : len(pages)] = pages
             self._lines_RN[row, len(pages) :] = 0
         stop = max(book.changed) + 1
-        self.table_RN[:stop].copy_(torch.from_numpy(self._lines_RN[:stop]))
+        lines = torch.from_numpy(self._lines_RN[:stop])
+        self.table_RN[:stop].copy_(lines.pin_memory() if self.table_RN.is_cuda else lines, non_blocking=True)
         book.changed.clear()
 
     def full_rows(self, tokens: int) -> int:
@@ -136,9 +137,9 @@ class Workspace:
             return running
         return next(bucket for bucket in (0, *self.layout.buckets) if bucket >= running)
 
-    def decode(self, running: int, steps: int, longest: int) -> tuple[np.ndarray, np.ndarray]:
-        """Advance the first ``running`` rows by ``steps`` tokens, those that are not alive or end on the way excepted; see
-        ``RowState.look``.
+    def decode(self, running: int, steps: int, longest: int) -> Look:
+        """Advance the first ``running`` rows by ``steps`` tokens, those that are not alive or end on the way excepted; on CUDA the
+        host does not wait for them.
 
         Args:
             running: rows up to the last that holds a sequence.
@@ -151,7 +152,7 @@ class Workspace:
                 self._step(rows, longest + index)
             else:
                 self.graphs.run((rows, self._key), lambda: self._step(rows, 0))
-        return self.state.look(steps, running)
+        return self.state.close_window(steps, running)
 
     def _step(self, rows: int, longest: int) -> None:
         """One token for each of the first ``rows`` rows."""

@@ -79,7 +79,7 @@ def test_logits_equal_a_whole_pass_at_every_step_of_a_ragged_batch(model, tokeni
 
     def recording_choose(logits_BV, *arguments):
         (call,) = calls
-        for row, sequence in call._running():
+        for row, sequence in enumerate(call.scheduler.running):
             recorded[sequence.index, int(call.workspace.state.count_R[row])] = logits_BV[row].clone()
         return choose(logits_BV, *arguments)
 

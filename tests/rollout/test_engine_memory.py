@@ -43,9 +43,9 @@ def make_noise(model, scope, prompt="noisy"):
     ).materialize(model)
 
 
-def generate(model, tokenizer, noise=None, spec=SPEC, buckets=None, **settings):
+def generate(model, tokenizer, noise=None, spec=SPEC, buckets=None, ahead=0, **settings):
     engine = Engine(model, tokenizer, **settings)
-    engine.buckets = buckets
+    engine.buckets, engine.ahead = buckets, ahead
     return engine.generate(make_prompts(RAGGED), spec, group_size=GROUP, noise=noise)
 
 
@@ -77,6 +77,9 @@ def test_answers_do_not_depend_on_how_often_the_host_looks_nor_on_pages_nor_on_p
         {"window": 7, "paged": True, "max_num_seqs": 6},
         {"paged": True, "max_num_seqs": 3, "prefill_tokens": 10},
         {"window": 4, "paged": True, "max_num_seqs": 8, "buckets": (1, 3, 8)},
+        {"window": 3, "paged": True, "max_num_seqs": 7, "buckets": (1, 3, 7), "ahead": 1},
+        {"window": 2, "paged": True, "ahead": 1},
+        {"window": 100, "paged": True, "max_num_seqs": 5, "ahead": 1},
     ):
         found, stats = generate(model, tokenizer, spec=spec, **settings)
         assert_same_answers(found, expected)
@@ -90,17 +93,19 @@ def test_preempted_sequences_give_the_answers_of_undisturbed_ones_under_any_nois
     noise = make_noise(model, scope, prompt)
     expected, _ = generate(model, tokenizer, noise)
     settings = {"paged": True, "kv_bytes": 22 * PAGE_BYTES, "max_num_seqs": 12, "window": 3, "buckets": (4, 12)}
-    found, stats = generate(model, tokenizer, noise, **settings)
-    assert_same_answers(found, expected)
-    assert stats["preemptions"] > 0
-    assert stats["kv_bytes"] <= 22 * PAGE_BYTES
+    for ahead in (0, 1):
+        found, stats = generate(model, tokenizer, noise, **settings, ahead=ahead)
+        assert_same_answers(found, expected)
+        assert stats["preemptions"] > 0 or ahead
+        assert stats["kv_bytes"] <= 22 * PAGE_BYTES
 
 
 @pytest.mark.parametrize("pages", [11, 12, 13, 17])
-def test_preemption_at_any_shortage_changes_no_answer(model, tokenizer, pages):
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_preemption_at_any_shortage_changes_no_answer(model, tokenizer, pages, ahead):
     """11 pages are the least: the longest sequence has 34 tokens in the cache, 9 pages; a spare one; and the one of nobody."""
     expected, whole = generate(model, tokenizer)
-    found, stats = generate(model, tokenizer, paged=True, kv_bytes=pages * PAGE_BYTES, window=2)
+    found, stats = generate(model, tokenizer, paged=True, kv_bytes=pages * PAGE_BYTES, window=2, ahead=ahead)
     assert_same_answers(found, expected)
     assert stats["prefill_tokens"] > whole["prefill_tokens"]
 

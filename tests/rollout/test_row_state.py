@@ -36,7 +36,7 @@ def test_a_row_dies_at_any_eos_or_at_the_longest_answer_and_changes_no_more():
     step(state, [1, 1, 5, 1])
     assert not state.alive_R.any()
     step(state, [8, 8, 8, 8])
-    tokens, logprobs = state.look(3, 4)
+    tokens, logprobs = state.close_window(3, 4).read()
     assert tokens.tolist() == [[1, 5, 2, 6], [1, -1, 5, -1], [-1] * 4]
     assert logprobs[:, 1, 2].tolist() == [-5.0, -2.5]
     assert state.last_token_R.tolist() == [1, 5, 5, 6]
@@ -51,7 +51,7 @@ def test_tokens_survive_moves_and_reuse_of_rows_and_a_look_begins_a_new_window()
     assert state.length_R.tolist() == [2, 3, 4]
     step(state, [11, 12, 13])
     step(state, [21, 22, 23])
-    tokens, logprobs = state.look(2, 3)
+    tokens, logprobs = state.close_window(2, 3).read()
     assert tokens.tolist() == [[11, 12, 13], [21, 22, 23]]
     assert logprobs[0].tolist() == [[-11.0, -12.0, -13.0], [-21.0, -22.0, -23.0]]
     state.move(torch.tensor([2]), torch.tensor([0]))
@@ -60,7 +60,7 @@ def test_tokens_survive_moves_and_reuse_of_rows_and_a_look_begins_a_new_window()
     step(state, [33, 32])
     state.start([1], [make_sequence(8, 1, answered=1)], [78])
     step(state, [43, 48])
-    assert state.look(2, 2)[0].tolist() == [[33, 32], [43, 48]]
+    assert state.close_window(2, 2).read()[0].tolist() == [[33, 32], [43, 48]]
     assert state.length_R.tolist()[:2] == [8, 2]
     assert state.count_R.tolist()[:2] == [4, 2]
     assert state.alive_R.tolist()[:2] == [0, 1]

@@ -3,6 +3,7 @@
 import random
 from dataclasses import replace
 
+import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -181,7 +182,9 @@ class PagedRun:
                 assert start.sequences[0].answered == 0 or len(start.sequences) == 1
         self.check_pages()
         scheduler.compact()
-        lost = scheduler.grow(lambda sequence: self.stored(sequence, self.window))
+        wanted = np.array([0 if held is None else self.stored(held, self.window) for held in scheduler.running])
+        fits, lost = scheduler.fits(wanted), scheduler.grow(wanted)
+        assert not (fits and lost)
         for _, sequence in lost:
             scheduler.requeue(replace(sequence, answered=self.answered[sequence.index]))
         scheduler.compact()

@@ -23,7 +23,7 @@ def forward(gate_up_TX: Tensor) -> Tensor:
     gate_up = gate_up_TX.reshape(-1, 2 * width).contiguous()
     result = torch.empty(*gate_up_TX.shape[:-1], width, dtype=gate_up.dtype, device=gate_up.device)
     if result.numel():
-        _forward[(len(gate_up), ceil_div(width, _BLOCK))](
+        _silu[(len(gate_up), ceil_div(width, _BLOCK))](
             gate_up,
             result,
             width,
@@ -43,14 +43,14 @@ def backward(grad_TF: Tensor, gate_up_TX: Tensor) -> Tensor:
     gate_up = gate_up_TX.reshape(-1, 2 * width).contiguous()
     result = torch.empty(gate_up_TX.shape, dtype=gate_up.dtype, device=gate_up.device)
     if result.numel():
-        _backward[(len(gate_up), ceil_div(width, _BLOCK))](
+        _silu_gradient[(len(gate_up), ceil_div(width, _BLOCK))](
             grad_TF.contiguous(), gate_up, result, width, BLOCK=_BLOCK, num_warps=_WARPS, enable_fp_fusion=False
         )
     return result
 
 
 @triton.jit
-def _forward(gate_up, result, width, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+def _silu(gate_up, result, width, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
     begin(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -64,7 +64,7 @@ def _forward(gate_up, result, width, BLOCK: tl.constexpr, OVERLAP: tl.constexpr)
 
 
 @triton.jit
-def _backward(grad, gate_up, result, width, BLOCK: tl.constexpr):
+def _silu_gradient(grad, gate_up, result, width, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < width
