@@ -8,7 +8,7 @@ less than min_p times as likely as the likeliest.
 A token is drawn by inverting the cumulative distribution in vocabulary order at a uniform number that the caller keys
 by (seed, stream, rollout, sample, position). Nothing here depends on the other rows of the batch.
 
-Shape legend: B sequences, V vocabulary, N blocks of the vocabulary, W answer positions.
+Shape legend: B sequences, V vocabulary, W answer positions.
 """
 
 from __future__ import annotations
@@ -20,12 +20,8 @@ from torch import Tensor
 
 from qerl.errors import ConfigError
 from qerl.kernels.philox import uniform_at
-from qerl.kernels.sampling import draw_token
-from qerl.kernels.sampling.reference import block_sums, invert, token_logprobs, token_weights
+from qerl.kernels.sampling import draw_token, reference, truncate
 from qerl.records import SamplingSpec
-
-NUCLEUS_HEAD = 1024
-"""Likeliest tokens among which top-p looks for its set before it sorts the whole vocabulary."""
 
 
 class Chosen(NamedTuple):
@@ -93,16 +89,9 @@ def choose(
     if not spec.truncated_support:
         tokens_B, behavior_B = draw_token(logits_BV, uniform_B, temperature)
         return Chosen(tokens_B, behavior_B, behavior_B)
-    top_B1 = logits_BV.amax(-1, keepdim=True)
-    weights_BV = token_weights(logits_BV, top_B1, temperature)
-    total_B = block_sums(weights_BV).sum(-1)
-    weights_BV = weights_BV.masked_fill_(~support(logits_BV, weights_BV, spec), 0.0)
-    sums_BN = block_sums(weights_BV)
-    tokens_B = invert(weights_BV, sums_BN, uniform_B)
-    behavior_B, sampler_B = (
-        token_logprobs(logits_BV, top_B1, temperature, tokens_B, whole_B) for whole_B in (total_B, sums_BN.sum(-1))
-    )
-    return Chosen(tokens_B, behavior_B, sampler_B)
+    kept_BV, share_B = truncate(logits_BV, temperature, top_k=spec.top_k, top_p=spec.top_p, min_p=spec.min_p)
+    tokens_B, sampler_B = draw_token(kept_BV, uniform_B, temperature)
+    return Chosen(tokens_B, sampler_B + share_B, sampler_B)
 
 
 def support(logits_BV: Tensor, weights_BV: Tensor, spec: SamplingSpec) -> Tensor:
@@ -113,31 +102,4 @@ def support(logits_BV: Tensor, weights_BV: Tensor, spec: SamplingSpec) -> Tensor
         weights_BV: float32, exp((logits - row maximum) / T), so 1 for the likeliest token.
         spec: the truncations.
     """
-    keep_BV = weights_BV > 0
-    if 0 < spec.top_k < logits_BV.shape[-1]:
-        keep_BV &= logits_BV >= logits_BV.topk(spec.top_k, dim=-1).values[:, -1:]
-    if spec.top_p < 1:
-        keep_BV &= _nucleus(weights_BV.masked_fill(~keep_BV, 0.0), spec.top_p)
-    if spec.min_p > 0:
-        keep_BV &= weights_BV >= spec.min_p
-    return keep_BV
-
-
-def _nucleus(weights_BV: Tensor, mass: float) -> Tensor:
-    """bool [B, V]: the fewest likeliest tokens that reach the given share of each row's weight; of equals, the first.
-
-    The likeliest few hundred tokens nearly always suffice, and finding them is far cheaper than sorting a vocabulary.
-    """
-    wanted_B1 = mass * weights_BV.sum(-1, keepdim=True, dtype=torch.float64)
-    # Whether the head suffices is a question to the host, which a captured graph cannot ask.
-    head = weights_BV.shape[-1] if weights_BV.is_cuda else min(NUCLEUS_HEAD, weights_BV.shape[-1])
-    ordered_BH = weights_BV.topk(head, dim=-1).values
-    until_BH = ordered_BH.cumsum(-1, dtype=torch.float64)
-    if head < weights_BV.shape[-1] and bool((until_BH[:, -1:] < wanted_B1).any()):
-        ordered_BH = weights_BV.sort(dim=-1, descending=True).values
-        until_BH = ordered_BH.cumsum(-1, dtype=torch.float64)
-    kept_BH = until_BH - ordered_BH < wanted_B1
-    least_B1 = ordered_BH.gather(-1, kept_BH.sum(-1, keepdim=True) - 1)
-    equals_B1 = (kept_BH & (ordered_BH == least_B1)).sum(-1, keepdim=True)
-    equal_BV = weights_BV == least_B1
-    return (weights_BV > least_B1) | (equal_BV & (equal_BV.cumsum(-1, dtype=torch.int32) <= equals_B1))
+    return reference.support(logits_BV, weights_BV, spec.top_k, spec.top_p, spec.min_p)

@@ -85,6 +85,49 @@ def test_tokens_and_logprobs_are_those_of_the_reference(vocabulary, temperature)
     assert torch.equal(logits, before)
 
 
+TRUNCATIONS = [
+    {"top_k": 1},
+    {"top_k": 17},
+    {"top_k": 5000},
+    {"top_p": 0.5},
+    {"top_p": 0.95},
+    {"top_p": 0.999999},
+    {"min_p": 0.1},
+    {"top_k": 40, "top_p": 0.8, "min_p": 0.02},
+]
+
+
+@pytest.mark.parametrize("given", TRUNCATIONS, ids=str)
+@pytest.mark.parametrize(("vocabulary", "temperature"), [(57, 1.0), (389, 0.7), (5000, 1.3)])
+def test_truncations_keep_what_the_reference_keeps(vocabulary, temperature, given):
+    logits = 3 * normal(6, vocabulary)
+    logits[0, :50] = -math.inf
+    logits[1] = (logits[1] / 2).round()  # ties everywhere
+    logits[2] = -1e4 - logits[2].abs()
+    logits[3] = 0.0
+    before = logits.clone()
+    found, share = sampling.truncate(logits, temperature, **{"top_k": 0, "top_p": 1.0, "min_p": 0.0} | given)
+    expected, whole = sampling_reference.truncate(
+        logits, temperature, **{"top_k": 0, "top_p": 1.0, "min_p": 0.0} | given
+    )
+    # Where a sum is within rounding of p, a token more or less may be kept.
+    differ = (found != expected).sum(1)
+    assert differ.sum() <= (1 if given.get("top_p") else 0)
+    torch.testing.assert_close(share[differ == 0], whole[differ == 0], rtol=0, atol=LOGPROB_TOLERANCE)
+    assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize(
+    ("kept", "given"),
+    [({1}, {"top_p": 0.5}), ({1, 3}, {"top_p": 0.51}), ({0, 1, 3}, {"top_p": 0.8}), ({1, 3}, {"top_k": 2})],
+)
+def test_of_equal_tokens_at_the_edge_the_first_are_kept(kept, given):
+    logits = torch.tensor([[0.125, 0.5, 0.125, 0.25]]).log()
+    found, share = sampling.truncate(logits, 1.0, **{"top_k": 0, "top_p": 1.0, "min_p": 0.0} | given)
+    assert set(torch.isfinite(found[0]).nonzero()[:, 0].tolist()) == kept
+    assert share.item() == pytest.approx(math.log(sum(math.exp(logits[0, token]) for token in kept)), abs=1e-6)
+
+
 @pytest.mark.parametrize("uniform", [2.0**-24, 1e-6, 0.5, 1 - 1e-6, 1 - 2.0**-24])
 def test_a_drawn_token_holds_its_number_within_rounding_and_is_possible(uniform):
     logits = 3 * normal(16, 700, seed=5)

@@ -120,6 +120,7 @@ def decode_calls(rows: torch.Tensor) -> None:
     logits, uniforms = torch.zeros(4, 151936), torch.full((4,), 0.5)
     tokens, logprobs = sampling.draw_token(logits, uniforms, torch.ones(1, dtype=torch.float64))
     sampling.draw_token(logits, None, 1.0)
+    sampling.truncate(logits, 1.0, 20, 0.9, 0.1)
     sampling.keyed_uniforms(rows[:3], rows, rows)
     books = {name: rows.clone() for name in ("last_token_R", "length_R", "count_R", "limit_R", "alive_R")}
     windows = {"tokens_WR": torch.zeros(8, 4, dtype=torch.int32), "logprobs_2WR": torch.zeros(2, 8, 4)}

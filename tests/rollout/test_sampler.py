@@ -12,7 +12,6 @@ from qerl.errors import ConfigError
 from qerl.kernels import philox
 from qerl.kernels.sampling import BLOCK, reference
 from qerl.records import SamplingSpec
-from qerl.rollout import sampler
 from qerl.rollout.sampler import answer_uniforms, check_sampling, choose, support
 
 LARGEST_UNIFORM = 1 - 2.0**-24
@@ -112,7 +111,7 @@ def test_tokens_lie_on_the_unit_interval_in_vocabulary_order(uniform, token):
 
 
 def test_a_nucleus_larger_than_its_head_is_still_the_smallest_set(monkeypatch):
-    monkeypatch.setattr(sampler, "NUCLEUS_HEAD", 3)
+    monkeypatch.setattr(reference, "NUCLEUS_HEAD", 3)
     logits = torch.tensor([[1.0, 2.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0], [0.0, 9.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]])
     for top_p in (0.3, 0.9):
         spec = SamplingSpec(top_p=top_p)

@@ -10,7 +10,7 @@ from torch import Tensor
 from qerl.kernels import dispatch
 from qerl.kernels.sampling.reference import BLOCK
 
-__all__ = ["BLOCK", "advance_rows", "draw_token", "keyed_uniforms"]
+__all__ = ["BLOCK", "advance_rows", "draw_token", "keyed_uniforms", "truncate"]
 
 
 def draw_token(
@@ -35,6 +35,35 @@ def draw_token(
         KernelUnavailableError: `kernel` cannot run here.
     """
     return dispatch.load("sampling", logits_BV.device, kernel).draw_token(logits_BV, uniform_B, temperature)
+
+
+def truncate(
+    logits_BV: Tensor,
+    temperature: float | Tensor,
+    *,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    kernel: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """Make tokens impossible that the truncations drop, in this order, each on what the one before it left.
+
+    Args:
+        logits_BV: float32; -inf marks impossible tokens. Unchanged.
+        temperature: T > 0; a float64 tensor [1] where it must be read on the device.
+        top_k: keep every token at least as likely as the k-th; 0 for all.
+        top_p: keep the fewest likeliest tokens whose share reaches p, the one that crosses it included; of equals, those of lowest index.
+        min_p: drop tokens less than so many times as likely as the likeliest.
+        kernel: implementation by name.
+
+    Returns:
+        (logits with -inf in the place of dropped ones, float32 [B]: log of the share of softmax(logits / T) that was kept).
+
+    Raises:
+        KernelUnavailableError: `kernel` cannot run here.
+    """
+    implementation = dispatch.load("sampling", logits_BV.device, kernel)
+    return implementation.truncate(logits_BV, temperature, top_k, top_p, min_p)
 
 
 def keyed_uniforms(key_3: Tensor, positions_B: Tensor, sample_keys_B: Tensor, *, kernel: str = "auto") -> Tensor:

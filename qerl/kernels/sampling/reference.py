@@ -11,6 +11,9 @@ from qerl.kernels.philox.reference import uniform_at
 BLOCK = 128
 """Tokens per block of the two-level inversion: only the sum of each block and one block a row are summed in float64."""
 
+NUCLEUS_HEAD = 1024
+"""Likeliest tokens among which top-p looks for its set before it sorts the whole vocabulary."""
+
 
 def draw_token(logits_BV: Tensor, uniform_B: Tensor | None, temperature: float | Tensor) -> tuple[Tensor, Tensor]:
     """See `qerl.kernels.sampling.draw_token`."""
@@ -22,6 +25,49 @@ def draw_token(logits_BV: Tensor, uniform_B: Tensor | None, temperature: float |
     sums_BN = block_sums(weights_BV)
     tokens_B = invert(weights_BV, sums_BN, uniform_B)
     return tokens_B, token_logprobs(logits_BV, top_B1, temperature, tokens_B, sums_BN.sum(-1))
+
+
+def truncate(
+    logits_BV: Tensor, temperature: float | Tensor, top_k: int, top_p: float, min_p: float
+) -> tuple[Tensor, Tensor]:
+    """See `qerl.kernels.sampling.truncate`."""
+    weights_BV = token_weights(logits_BV, logits_BV.amax(-1, keepdim=True), temperature)
+    whole_B = block_sums(weights_BV).sum(-1)
+    dropped_BV = ~support(logits_BV, weights_BV, top_k, top_p, min_p)
+    kept_B = block_sums(weights_BV.masked_fill_(dropped_BV, 0.0)).sum(-1)
+    return logits_BV.masked_fill(dropped_BV, float("-inf")), (kept_B / whole_B).log().float()
+
+
+def support(logits_BV: Tensor, weights_BV: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:
+    """bool [B, V]: the tokens that are kept, from their weights exp((logits - row maximum) / T)."""
+    keep_BV = weights_BV > 0
+    if 0 < top_k < logits_BV.shape[-1]:
+        keep_BV &= logits_BV >= logits_BV.topk(top_k, dim=-1).values[:, -1:]
+    if top_p < 1:
+        keep_BV &= _nucleus(weights_BV.masked_fill(~keep_BV, 0.0), top_p)
+    if min_p > 0:
+        keep_BV &= weights_BV >= min_p
+    return keep_BV
+
+
+def _nucleus(weights_BV: Tensor, mass: float) -> Tensor:
+    """bool [B, V]: the fewest likeliest tokens that reach the given share of each row's weight; of equals, the first.
+
+    The likeliest few hundred tokens nearly always suffice, and finding them is far cheaper than sorting a vocabulary.
+    """
+    wanted_B1 = mass * weights_BV.sum(-1, keepdim=True, dtype=torch.float64)
+    # Whether the head suffices is a question to the host, which a captured graph cannot ask.
+    head = weights_BV.shape[-1] if weights_BV.is_cuda else min(NUCLEUS_HEAD, weights_BV.shape[-1])
+    ordered_BH = weights_BV.topk(head, dim=-1).values
+    until_BH = ordered_BH.cumsum(-1, dtype=torch.float64)
+    if head < weights_BV.shape[-1] and bool((until_BH[:, -1:] < wanted_B1).any()):
+        ordered_BH = weights_BV.sort(dim=-1, descending=True).values
+        until_BH = ordered_BH.cumsum(-1, dtype=torch.float64)
+    kept_BH = until_BH - ordered_BH < wanted_B1
+    least_B1 = ordered_BH.gather(-1, kept_BH.sum(-1, keepdim=True) - 1)
+    equals_B1 = (kept_BH & (ordered_BH == least_B1)).sum(-1, keepdim=True)
+    equal_BV = weights_BV == least_B1
+    return (weights_BV > least_B1) | (equal_BV & (equal_BV.cumsum(-1, dtype=torch.int32) <= equals_B1))
 
 
 def token_weights(logits_BV: Tensor, top_B1: Tensor, temperature: float | Tensor) -> Tensor:

@@ -17,6 +17,9 @@ from torch import Tensor
 
 from qerl.kernels.overlap import begin, overlap
 from qerl.kernels.sampling.reference import BLOCK
+from qerl.kernels.sampling.truncation import truncate
+
+__all__ = ["advance_rows", "draw_token", "keyed_uniforms", "truncate"]
 
 BLOCKS_PER_PROGRAM = 16
 
