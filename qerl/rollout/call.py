@@ -15,14 +15,11 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from qerl.model.aqn import Noise
-from qerl.model.attention import PackedSequences
 from qerl.records import Prompt, SamplingSpec
-from qerl.rollout.kv_cache import PrefillContext
 from qerl.rollout.pages import PageBook
+from qerl.rollout.prefill import Prefill
 from qerl.rollout.row_noise import DecodeNoise
 from qerl.rollout.row_state import Look, on_device
 from qerl.rollout.scheduler import Scheduler, Start
@@ -63,6 +60,7 @@ class Call:
         adapters: whether the adapters take part.
         rows: most sequences that run at once.
         prefill_tokens: most prompt tokens of one prefill pass.
+        chunk_tokens: a longer prompt is computed in parts of so many tokens.
         eos_ids: tokens that end an answer.
         ahead: rounds that the device is told before the host looks at the one before them: 0 or 1.
     """
@@ -78,13 +76,12 @@ class Call:
         *,
         rows: int,
         prefill_tokens: int,
+        chunk_tokens: int,
         eos_ids: Items[int],
         ahead: int = 0,
     ):
-        self.workspace, self.prompts, self.sampling, self.adapters = workspace, prompts, sampling, adapters
+        self.workspace = workspace
         self.eos_ids = np.array(list(eos_ids))
-        self.noise = noise
-        self.by_sample = noise is not None and noise.by_sample
         layout = workspace.layout
         self.book = None
         if layout.columns is not None:
@@ -92,19 +89,23 @@ class Call:
             self.book.changed.update(range(layout.rows))
         self.scheduler = Scheduler(sequences, rows=rows, prefill_tokens=prefill_tokens, book=self.book)
         self.transcript = Transcript(len(sequences))
+        self.prefill = Prefill(workspace, prompts, self.transcript, noise, adapters, self.book, chunk_tokens)
         self._prompt_S = np.array([sequence.prompt_length for sequence in sequences])
         self._limit_S = np.array([sequence.limit or sampling.max_new_tokens for sequence in sequences])
         self._told_S = np.zeros(len(sequences), dtype=np.int64)
         """Steps that each sequence takes part in and that the host has not looked at."""
         self._ahead = ahead
         self._rounds: deque[_Round] = deque()
+        self._runs_S = np.zeros(len(sequences), dtype=bool)
+        """Sequences that have been computed as far as they were known; those that ended too."""
+        self._prefilling: Iterator[None] | None = None
+        """What remains to be computed of prompts whose sequences have rows."""
         self._prefill_watch = Stopwatch(workspace.device)
         workspace.begin(sampling, noise, adapters)
         self.steps = 0
         self.stats = {
             "generated_tokens": 0.0,
             "prompt_tokens": float(sum(len(prompt.token_ids) for prompt in prompts)),
-            "prefill_tokens": 0.0,
             "kv_bytes": float(workspace.cache.nbytes),
             "peak_rows": float(rows),
         }
@@ -126,6 +127,8 @@ class Call:
         self.stats["prefill_seconds"] = min(self._prefill_watch.seconds(), total)
         self.stats["decode_seconds"] = total - self.stats["prefill_seconds"]
         self.stats["generated_tokens"] = float(self.transcript.counts_S.sum())
+        self.stats["prefill_tokens"] = float(self.prefill.tokens)
+        self.stats["prefill_chunks"] = float(self.prefill.chunks)
         self.stats["decode_steps"] = float(self.steps)
         self.stats["refills"] = float(self.scheduler.refills)
         self.stats["preemptions"] = float(self.scheduler.preemptions)
@@ -134,18 +137,34 @@ class Call:
         return self.transcript.answers()
 
     def _rows(self) -> tuple[np.ndarray, np.ndarray]:
-        """(int64 [B], sequence of each row, 0 in a gap; bool [B], rows that hold one)."""
-        index_B = np.array([-1 if sequence is None else sequence.index for sequence in self.scheduler.running])
-        return np.maximum(index_B, 0), index_B >= 0
+        """(int64 [B], sequence of each row, 0 in a gap; bool [B], rows that run one: its prefill is done)."""
+        index_B = np.array(
+            [-1 if sequence is None else sequence.index for sequence in self.scheduler.running], dtype=np.int64
+        )
+        held_B = (index_B >= 0) & self._runs_S[index_B]
+        return np.where(held_B, index_B, 0), held_B
 
     def _fill_rows(self) -> None:
         """Start waiting sequences in free rows, then close the gaps that remain."""
-        passes = self.scheduler.admit()
-        if passes:
+        if self._prefilling is None:
+            passes = self.scheduler.admit()
+            self._prefilling = self._started(passes) if passes else None
+        if self._prefilling is not None:
             with self._prefill_watch:
-                for starts in passes:
-                    self._prefill(starts)
+                for _ in self._prefilling:
+                    if self._rows()[1].any():
+                        return
+            self._prefilling = None
         self._close_gaps()
+
+    def _started(self, passes: list[list[Start]]) -> Iterator[None]:
+        """Run the passes; yields where a prompt is partly computed."""
+        if any(self.prefill.in_parts(starts) for starts in passes):
+            self.workspace.state.park([start for starts in passes for start in starts])
+        for starts in passes:
+            yield from self.prefill.run(starts)
+            for start in starts:
+                self._runs_S[[sequence.index for sequence in start.sequences]] = True
 
     def _close_gaps(self) -> None:
         moves = self.scheduler.compact(self.workspace.step_rows)
@@ -175,18 +194,27 @@ class Call:
         tokens_B = np.where(
             held_B, self._prompt_S[index_B] + self._limit_S[index_B] - np.maximum(left_B - steps, 0) - 1, 0
         )
-        if steps < 1 or (self._rounds and not self.scheduler.fits(tokens_B)):
+        fits = self.scheduler.fits(tokens_B)
+        if steps < 1 or (self._rounds and not fits):
             return False
+        if self._prefilling is not None and not fits:
+            # Who must give pages back is decided among rows that run.
+            with self._prefill_watch:
+                deque(self._prefilling, maxlen=0)
+            self._prefilling = None
+            return self._tell()
         lost = self.scheduler.grow(tokens_B)
         if lost:
             for _, sequence in lost:
+                self._runs_S[sequence.index] = False
                 self.scheduler.requeue(replace(sequence, answered=int(self.transcript.counts_S[sequence.index])))
             self.workspace.state.clear([row for row, _ in lost])
             self._close_gaps()
             index_B, held_B = self._rows()
         if self.book is not None:
             self.workspace.write_table(self.book)
-        longest = int(self._lengths(index_B)[held_B].max())
+        there = [sequence.index for sequence in self.scheduler.running if sequence is not None]
+        longest = int(self._lengths(np.array(there)).max())
         look = self.workspace.decode(len(index_B), steps, longest)
         self.steps += steps
         self._told_S[index_B[held_B]] += steps
@@ -209,67 +237,3 @@ class Call:
         self.scheduler.release(rows)
         self.workspace.state.clear(rows)
         return len(rows)
-
-    def _prefill(self, starts: list[Start]) -> None:
-        """Bring the known tokens of one pass into the cache, and their sequences into rows."""
-        workspace = self.workspace
-        for start in starts:
-            if self.book is None and not start.prefill:
-                spare_1 = on_device([workspace.cache.pages - 1], workspace.device)
-                rows_M = on_device(start.rows, workspace.device)
-                workspace.cache.copy(spare_1, rows_M, start.sequences[0].known_length - 1)
-            if start.copies:
-                source_M, target_M = on_device(start.copies, workspace.device).unbind(1)
-                workspace.cache.copy(source_M, target_M, workspace.cache.page_tokens)
-        # Clean prompts are computed without noise, not with noise times zero: their keys and values are those of no noise.
-        clean = self.noise is not None and self.noise.state.prompt == "clean"
-        for again in (False, True):
-            fresh = [start for start in starts if start.prefill_tokens and (start.sequences[0].answered > 0) == again]
-            if fresh:
-                tokens_T, context = self._pack(fresh)
-                noise = None if clean and not again else self.noise
-                workspace.model(tokens_T, context, noise=noise, adapters=self.adapters)
-                self.stats["prefill_tokens"] += len(tokens_T)
-        rows = [row for start in starts for row in start.rows]
-        sequences = [sequence for start in starts for sequence in start.sequences]
-        workspace.state.start(rows, sequences, [self._known(sequence)[-1] for sequence in sequences])
-        if isinstance(workspace.noise, DecodeNoise):
-            workspace.noise.start(rows, [sequence.sample_key for sequence in sequences])
-
-    def _known(self, sequence: Sequence) -> Items[int]:
-        prompt = self.prompts[sequence.prompt_index].token_ids
-        return (*prompt, *self.transcript.tokens(sequence.index)) if sequence.answered else prompt
-
-    def _pack(self, fresh: list[Start]) -> tuple[Tensor, PrefillContext]:
-        """Known tokens, all but the last of each prefix, end to end, and where their keys and values go."""
-        cache, device = self.workspace.cache, self.workspace.device
-        tokens: list[int] = []
-        bounds, sources, places = [0], [], []
-        for start in fresh:
-            tokens.extend(self._known(start.sequences[0])[:-1])
-            for positions, targets in self._targets(start):
-                sources.append(bounds[-1] + positions)
-                places.append(targets)
-            bounds.append(len(tokens))
-        keys_S = prompts_S = None
-        if self.by_sample:
-            heads = [start.sequences[0] for start in fresh]
-            keys_S = torch.tensor([head.sample_key for head in heads], device=device)
-            prompts_S = torch.tensor([head.prompt_length for head in heads], device=device)
-        packed = PackedSequences(torch.tensor(bounds, device=device), sample_keys_S=keys_S, prompt_lengths_S=prompts_S)
-        source_M, place_M = (torch.from_numpy(np.concatenate(parts)).to(device) for parts in (sources, places))
-        return torch.tensor(tokens, device=device), PrefillContext(cache, packed, source_M, place_M)
-
-    def _targets(self, start: Start) -> list[tuple[np.ndarray, np.ndarray]]:
-        """(positions, places in the cache) of a prefix: all for each row, or what the rows share once and the rest for each."""
-        length, page = start.prefill_tokens, self.workspace.cache.page_tokens
-        positions = np.arange(length)
-        if self.book is None:
-            rows = (*start.rows, self.workspace.cache.pages - 1) if start.keep else start.rows
-            return [(positions, row * page + positions) for row in rows]
-        shared = length // page * page
-        targets = []
-        for index, pages in enumerate([self.book.rows[row] for row in start.rows] + [self.book.spare] * start.keep):
-            wanted = positions[shared if index else 0 :]
-            targets.append((wanted, np.array(pages, dtype=np.int64)[wanted // page] * page + wanted % page))
-        return targets

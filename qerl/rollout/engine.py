@@ -53,7 +53,8 @@ class Engine:
         tokenizer: for the tokens that end an answer and for the text.
         max_num_seqs: most answers decoded at once; more wait.
         max_model_len: longest prompt plus answer, in tokens; the model's own limit when not given.
-        prefill_tokens: most prompt tokens of one prefill pass (a longer prompt makes a pass of its own).
+        prefill_tokens: most prompt tokens of one prefill pass. A longer prompt is computed in parts of so many, between which rows that run
+            already decode.
         device: where the model is; taken from it when not given.
         window: most steps between two looks of the host; 1 on the CPU and 8 on CUDA when not given. Answers do not depend on it.
         paged: keys and values lie in pages from a common stock, else each row has room for the longest sequence of the call; by
@@ -63,7 +64,7 @@ class Engine:
         kv_bytes: most bytes of paged keys and values. When not given: half of the free memory on CUDA, no bound on the CPU.
         graphs: decode steps are captured; by default on CUDA, and only there.
         static_shapes: an answer has the same bits alone, in any batch and in any order: every step has ``max_num_seqs`` rows, every
-            prompt is a pass of its own, nothing is preempted, and the cache is paged. Slower.
+            prompt is a pass of its own, or several in parts, nothing is preempted, and the cache is paged. Slower.
 
     Raises:
         ConfigError: a limit below 1, a max_model_len beyond the model's, or graphs on the CPU.
@@ -101,7 +102,7 @@ class Engine:
         self.tokenizer = tokenizer
         self.max_num_seqs = max_num_seqs
         self.max_model_len = max_model_len or limit
-        self.prefill_tokens = prefill_tokens
+        self.prefill_tokens = self.chunk_tokens = prefill_tokens
         self.device = torch.device(device) if device is not None else model.device
         cuda = self.device.type == "cuda"
         self.window = window or (CUDA_WINDOW if cuda else 1)
@@ -149,7 +150,8 @@ class Engine:
         Returns:
             (completions, stats). completions[i * G + j] is answer j to prompt i. Stats are counters:
             ``generated_tokens``, ``prompt_tokens`` (each prompt once), ``prefill_tokens`` (computed before the first decode
-            step, all but the last of each prompt, and again what preempted ones had), ``decode_steps``, ``refills`` (times that freed
+            step, all but the last of each prompt, and again what preempted ones had), ``prefill_chunks`` (passes over a part of a prompt),
+            ``decode_steps``, ``refills`` (times that freed
             rows were filled again), ``preemptions`` (sequences that were put back for want of pages and computed again),
             ``peak_rows``, ``kv_bytes``, ``graph_captures`` and ``graph_seconds`` (first steps of a kind, and their capture),
             ``prefill_seconds``, ``decode_seconds``, ``seconds`` (these two, scheduling and text together) and
@@ -200,6 +202,7 @@ class Engine:
             adapters,
             rows=rows,
             prefill_tokens=self.prefill_tokens,
+            chunk_tokens=self.chunk_tokens,
             eos_ids=self.tokenizer.eos_ids,
             ahead=self.ahead,
         )

@@ -13,6 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from qerl.kernels.attention import continued_attention
 from qerl.kernels.cached_attention import CacheRows, cached_attention
 from qerl.model.attention import PackedSequences, Rotary, SampleRows
 
@@ -61,6 +62,11 @@ class KVCache:
         for slab_PLKd, values_MKd in zip(self.slabs[layer], (k_MKd, v_MKd), strict=True):
             slab_PLKd.flatten(0, 1).index_copy_(0, place_M, values_MKd)
 
+    def read(self, layer: int, place_M: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values at M places, [M, K, d] each."""
+        k_PLKd, v_PLKd = self.slabs[layer]
+        return k_PLKd.flatten(0, 1).index_select(0, place_M), v_PLKd.flatten(0, 1).index_select(0, place_M)
+
     def copy(self, source_M: Tensor, target_M: Tensor, length: int) -> None:
         """Copy the first ``length`` tokens of pages to other pages (int64 [M] each, disjoint)."""
         for pair in self.slabs:
@@ -76,20 +82,31 @@ class PrefillContext:
         packed: bounds and positions of the prompts.
         source_M: int64 [M], token of the pass; a token that several rows store occurs once for each.
         place_M: int64 [M], where it goes (page * L + offset).
+        earlier_L: where the pass is a part of one prompt and not its first: int64, places of all tokens up to the last of the pass.
     """
 
-    def __init__(self, cache: KVCache, packed: PackedSequences, source_M: Tensor, place_M: Tensor):
+    def __init__(
+        self,
+        cache: KVCache,
+        packed: PackedSequences,
+        source_M: Tensor,
+        place_M: Tensor,
+        earlier_L: Tensor | None = None,
+    ):
         self.positions_T = packed.positions_T
         self.samples = packed.samples
         self._cache, self._packed = cache, packed
-        self._source_M, self._place_M = source_M, place_M
+        self._source_M, self._place_M, self._earlier_L = source_M, place_M, earlier_L
 
     def attend(self, layer: int, qkv_TX: Tensor, rotary: Rotary) -> Tensor:
         """Output of attention, [T, H, d]."""
         q_THd, k_TKd, v_TKd = rotary.split(qkv_TX)
         k_MKd, v_MKd = (values.index_select(0, self._source_M) for values in (k_TKd, v_TKd))
         self._cache.write(layer, k_MKd, v_MKd, self._place_M)
-        return self._packed.attend_heads(q_THd, k_TKd, v_TKd)
+        if self._earlier_L is None:
+            return self._packed.attend_heads(q_THd, k_TKd, v_TKd)
+        k_LKd, v_LKd = self._cache.read(layer, self._earlier_L)
+        return continued_attention(q_THd, k_LKd, v_LKd, q_THd.shape[-1] ** -0.5)
 
 
 class DecodeContext:

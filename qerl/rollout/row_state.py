@@ -17,6 +17,7 @@ from qerl.kernels import philox
 from qerl.kernels.sampling import advance_rows, keyed_uniforms
 from qerl.records import SamplingSpec
 from qerl.rollout.sampler import Chosen, answer_uniforms
+from qerl.rollout.scheduler import Start
 from qerl.rollout.sequence import Sequence
 
 UNIFORM_WINDOW = 32
@@ -123,6 +124,12 @@ class RowState:
         if self._column < UNIFORM_WINDOW and self.spec.temperature > 0:
             width = UNIFORM_WINDOW - self._column
             self.uniform_RU[row_M, self._column :] = answer_uniforms(self.spec, fresh[4], fresh[2], width)
+
+    def park(self, starts: Items[Start]) -> None:
+        """Let the rows of sequences that are still being computed, and are not alive, go on writing where their first token will."""
+        rows = [row for start in starts for row in start.rows]
+        lengths = [sequence.known_length - 1 for start in starts for sequence in start.sequences]
+        self.length_R[on_device(rows, self.length_R.device)] = on_device(lengths, self.length_R.device)
 
     def clear(self, rows: Items[int]) -> None:
         """Make rows ones that do not run."""

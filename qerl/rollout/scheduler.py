@@ -52,7 +52,7 @@ class Scheduler:
     Args:
         sequences: in the order in which they start; those of one prefix follow one another.
         rows: rows of the decode batch.
-        prefill_tokens: most prompt tokens of one prefill pass; a longer prompt makes a pass of its own.
+        prefill_tokens: most prompt tokens of one prefill pass; a longer prompt makes one, or several in parts, of its own.
         book: pages of the rows; None where every row has room for the longest sequence.
     """
 
