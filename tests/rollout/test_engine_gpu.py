@@ -6,6 +6,7 @@ from rollout_builders import make_prompts
 
 from qerl.config.schema import LoraConfig, QuantConfig
 from qerl.kernels import sampling
+from qerl.kernels.attention import continued_attention
 from qerl.kernels.cached_attention import CacheRows, reference, triton
 from qerl.kernels.philox import stream_key
 from qerl.model.aqn import NoiseState
@@ -89,6 +90,40 @@ def test_tokens_and_logprobs_of_the_sampling_kernels_equal_the_reference(tempera
         same = one[0] == other[0]
         assert same.float().mean() > 0.99, "only numbers within rounding of an edge may choose differently"
         torch.testing.assert_close(one[1][same], other[1][same], rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("given", [{"top_k": 50}, {"top_p": 0.95}, {"top_k": 20, "top_p": 0.5, "min_p": 0.05}], ids=str)
+def test_truncations_keep_what_the_reference_keeps(given):
+    logits = torch.randn(64, 151936, generator=torch.Generator("cuda").manual_seed(0), device="cuda") * 3
+    logits[1] = (logits[1] * 2).round()  # ties everywhere
+    results = [sampling.truncate(logits, 0.8, **given, kernel=kernel) for kernel in ("triton", "reference")]
+    differ = (results[0][0] != results[1][0]).sum(1)
+    # Where a sum is within rounding of p, a token more or less may be kept.
+    assert differ.max() <= 1
+    assert (differ > 0).sum() <= (2 if "top_p" in given else 0)
+    torch.testing.assert_close(results[0][1][differ == 0], results[1][1][differ == 0], rtol=0, atol=4e-6)
+
+
+@pytest.mark.parametrize("tokens", [1, 100, 700])
+def test_the_last_tokens_attend_to_all_before_them(tokens):
+    generator = torch.Generator("cuda").manual_seed(0)
+    q, k, v = (torch.randn(700, n, 64, generator=generator, device="cuda").bfloat16() for n in (14, 2, 2))
+    exact = continued_attention(q[-tokens:].double(), k.double(), v.double(), 0.1)
+    torch.testing.assert_close(continued_attention(q[-tokens:], k, v, 0.1).double(), exact, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("scope", [None, "response"])
+def test_answers_do_not_depend_on_the_parts_of_a_prompt(qwen2_folder, tokenizer, scope):
+    model = load(qwen2_folder)
+    noise = None if scope is None else make_noise(model, scope)
+    prompts, found = make_prompts((5, 33, 1, 44)), []
+    for parts in (8192, 7):
+        completions, stats = Engine(model, tokenizer, max_num_seqs=8, prefill_tokens=parts).generate(
+            prompts, SPEC, group_size=GROUP, noise=noise
+        )
+        found.append(tokens_of(completions))
+    assert stats["prefill_chunks"] > 0
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("scope", [None, "rollout", "group", "response", "token"])

@@ -29,12 +29,12 @@ from qerl.kernels.rope import HeadNorms
 
 TILE = 64
 """Positions per step of a program's loop."""
-LEAST_TILES = 4
+LEAST_TILES = 2
 """Fewest tiles of a split where a context has several."""
 LARGEST_SPLITS = 32
 PROGRAMS_PER_PROCESSOR = 4
-STAGES = 3
-"""Tiles on their way or in use, and one: a program keeps two in shared memory."""
+STAGES = 2
+"""A program keeps one tile in shared memory, the next one on its way there; with more, fewer programs would share a multiprocessor."""
 LOG2_E = 1.4426950408889634
 _SIDE = 16
 """Least rows of a matrix product."""
