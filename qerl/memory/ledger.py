@@ -50,6 +50,8 @@ TILE_TOKENS, TILE_ROWS = 1024, 8192
 """Tokens and rows of the head in a tile of logits, kept in float32 and as probabilities (``kernels.token_logprobs``)."""
 PAGE_TOKENS = 64
 """Tokens of a page of keys and values on a GPU (``rollout.engine``)."""
+KV_BYTES = {"compute": (0, 0), "fp8_values": (0, 1), "fp8": (1, 1)}
+"""Bytes of a number of keys and of values by ``rollout.kv_format``; 0: of the compute type."""
 PREFILL_TOKENS = 8192
 """Most prompt tokens of one prefill pass (``rollout.engine``)."""
 CAST_ELEMENTS = 1 << 25
@@ -204,7 +206,9 @@ def wanted_kv_bytes(config: Config, spec: ModelSpec, device_type: str, sequences
     On a GPU whole pages, with the prompt of a spare row, one page that belongs to nobody and two more; on the CPU one slot more than
     there are sequences. The last token of an answer is never fed back.
     """
-    token = 2 * spec.num_layers * spec.kv_size * ITEMSIZE[config.model.dtype]
+    compute = ITEMSIZE[config.model.dtype]
+    key, value = KV_BYTES[config.rollout.kv_format]
+    token = spec.num_layers * spec.kv_size * ((key or compute) + (value or compute))
     prompt = config.rollout.max_prompt_tokens
     longest = prompt + max(config.rollout.max_new_tokens, config.eval.max_new_tokens or 0) - 1
     rows = config.decode_slots if sequences is None else sequences

@@ -18,7 +18,9 @@ from collections.abc import Sequence as Items
 
 import torch
 
+from qerl.config.schema import KvFormat
 from qerl.errors import ConfigError, DataError, TrainingError
+from qerl.kernels.cached_attention import FP8
 from qerl.model.aqn import Noise
 from qerl.model.decoder import Decoder
 from qerl.model.tokenizer import Tokenizer
@@ -62,6 +64,7 @@ class Engine:
         expected_tokens: longest sequence that calls will bring, prompt and answer. A paged cache is made for all rows at that length
             at once, where the memory for it suffices, and not again when a later call needs more than the first.
         kv_bytes: most bytes of paged keys and values. When not given: half of the free memory on CUDA, no bound on the CPU.
+        kv_format: `compute`: keys and values in the compute type; `fp8_values`: values in FP8; `fp8`: both.
         graphs: decode steps are captured; by default on CUDA, and only there.
         static_shapes: an answer has the same bits alone, in any batch and in any order: every step has ``max_num_seqs`` rows, every
             prompt is a pass of its own, or several in parts, nothing is preempted, and the cache is paged. Slower.
@@ -87,6 +90,7 @@ class Engine:
         kv_bytes: int | None = None,
         graphs: bool | None = None,
         static_shapes: bool = False,
+        kv_format: KvFormat = "compute",
     ):
         limit = model.spec.max_positions
         for name, value in (("max_num_seqs", max_num_seqs), ("prefill_tokens", prefill_tokens), ("window", window)):
@@ -111,6 +115,18 @@ class Engine:
         self.static_shapes = static_shapes
         self.paged = static_shapes or (cuda if paged is None else paged)
         self.expected_tokens = expected_tokens
+        if kv_format != "compute" and cuda and torch.cuda.get_device_capability(self.device) < (8, 9):
+            raise ConfigError(
+                "keys and values in FP8 need a GPU that converts it",
+                got=f"rollout.kv_format={kv_format} on compute capability {torch.cuda.get_device_capability(self.device)}",
+                expected="8.9 or newer",
+                remedy="Set rollout.kv_format=compute.",
+            )
+        self.kv_dtypes = (
+            FP8 if kv_format == "fp8" else model.dtype,
+            model.dtype if kv_format == "compute" else FP8,
+        )
+        """Of keys and of values in the cache."""
         self.kv_bytes = kv_bytes
         self.graphs = cuda if graphs is None else graphs
         if self.graphs and not (cuda and self.paged):
@@ -232,6 +248,7 @@ class Engine:
                 window=self.window,
                 buckets=None,
                 graphs=False,
+                kv_dtypes=self.kv_dtypes,
             )
             return Workspace(self.model, self.tokenizer.eos_ids, layout, self.device)
         each = -(-longest // PAGE_TOKENS)
@@ -262,6 +279,7 @@ class Engine:
             window=self.window,
             buckets=self.buckets,
             graphs=self.graphs,
+            kv_dtypes=self.kv_dtypes,
             whole_table=self.static_shapes,
         )
         self._workspace = Workspace(self.model, self.tokenizer.eos_ids, layout, self.device)
@@ -270,7 +288,7 @@ class Engine:
     def _most_pages(self, kept: Workspace | None) -> int:
         """Pages that the memory for keys and values holds."""
         spec = self.model.spec
-        page_bytes = 2 * spec.num_layers * PAGE_TOKENS * spec.kv_size * self.model.dtype.itemsize
+        page_bytes = spec.num_layers * PAGE_TOKENS * spec.kv_size * sum(dtype.itemsize for dtype in self.kv_dtypes)
         budget = self.kv_bytes
         if budget is None:
             if self.device.type != "cuda":

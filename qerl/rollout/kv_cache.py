@@ -2,7 +2,7 @@
 
 With one page a row that holds the longest sequence, attention reads the cache in place, and rows that move take their page's
 content along. With small pages a table says which pages a row has; rows share the full pages of their prompt, and nothing is
-copied when they move.
+copied when they move. Either may be in FP8, which passes that compute a prompt do not see: they attend to what they have just computed.
 
 Shape legend: P pages, L tokens a page, N pages a row has at most, K key/value heads, d head size, T tokens, B running rows,
 R rows, M pages or tokens named in one call.
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from qerl.kernels.attention import continued_attention
 from qerl.kernels.cached_attention import CacheRows, cached_attention
+from qerl.kernels.cached_attention.storage import raw, write
 from qerl.model.attention import PackedSequences, Rotary, SampleRows
 
 
@@ -29,7 +30,7 @@ class KVCache:
         page_tokens: L.
         kv_heads: K.
         head_dim: d.
-        dtype: of keys and values.
+        dtypes: of keys and of values.
         device: where they lie.
     """
 
@@ -41,14 +42,14 @@ class KVCache:
         page_tokens: int,
         kv_heads: int,
         head_dim: int,
-        dtype: torch.dtype,
+        dtypes: tuple[torch.dtype, torch.dtype],
         device: torch.device,
     ):
         shape = (pages, page_tokens, kv_heads, head_dim)
         self.pages = pages
         self.page_tokens = page_tokens
         self.slabs = [
-            (torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device))
+            (torch.zeros(shape, dtype=dtypes[0], device=device), torch.zeros(shape, dtype=dtypes[1], device=device))
             for _ in range(layers)
         ]
 
@@ -60,18 +61,19 @@ class KVCache:
     def write(self, layer: int, k_MKd: Tensor, v_MKd: Tensor, place_M: Tensor) -> None:
         """Store M tokens at places page * L + offset (int64 [M], each once)."""
         for slab_PLKd, values_MKd in zip(self.slabs[layer], (k_MKd, v_MKd), strict=True):
-            slab_PLKd.flatten(0, 1).index_copy_(0, place_M, values_MKd)
+            write(slab_PLKd, place_M, values_MKd)
 
-    def read(self, layer: int, place_M: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values at M places, [M, K, d] each."""
+    def read(self, layer: int, place_M: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Keys and values at M places, [M, K, d] each in ``dtype``."""
         k_PLKd, v_PLKd = self.slabs[layer]
-        return k_PLKd.flatten(0, 1).index_select(0, place_M), v_PLKd.flatten(0, 1).index_select(0, place_M)
+        k_MKd, v_MKd = (raw(slab).flatten(0, 1).index_select(0, place_M).view(slab.dtype) for slab in (k_PLKd, v_PLKd))
+        return k_MKd.to(dtype), v_MKd.to(dtype)
 
     def copy(self, source_M: Tensor, target_M: Tensor, length: int) -> None:
         """Copy the first ``length`` tokens of pages to other pages (int64 [M] each, disjoint)."""
         for pair in self.slabs:
             for slab_PLKd in pair:
-                slab_PLKd[target_M, :length] = slab_PLKd[source_M, :length]
+                raw(slab_PLKd)[target_M, :length] = raw(slab_PLKd)[source_M, :length]
 
 
 class PrefillContext:
@@ -105,7 +107,7 @@ class PrefillContext:
         self._cache.write(layer, k_MKd, v_MKd, self._place_M)
         if self._earlier_L is None:
             return self._packed.attend_heads(q_THd, k_TKd, v_TKd)
-        k_LKd, v_LKd = self._cache.read(layer, self._earlier_L)
+        k_LKd, v_LKd = self._cache.read(layer, self._earlier_L, q_THd.dtype)
         return continued_attention(q_THd, k_LKd, v_LKd, q_THd.shape[-1] ** -0.5)
 
 

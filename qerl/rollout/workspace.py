@@ -44,6 +44,8 @@ class Layout:
     """Ascending numbers of rows that a step may have, the last at least R; None: as many as run."""
     graphs: bool
     """Steps are captured."""
+    kv_dtypes: tuple[torch.dtype, torch.dtype]
+    """Of keys and of values in the cache."""
     whole_table: bool = False
     """Without graphs too, a step looks at all N columns of the table: its shapes never change."""
 
@@ -68,7 +70,7 @@ class Workspace:
             page_tokens=layout.page_tokens,
             kv_heads=spec.num_kv_heads,
             head_dim=spec.head_dim,
-            dtype=model.dtype,
+            dtypes=layout.kv_dtypes,
             device=device,
         )
         self.table_RN: Tensor | None = None

@@ -8,9 +8,10 @@ import triton_cpu  # noqa: F401 - prepares the interpreter, before any kernel mo
 from op_cases import head_norms, rotation
 
 from qerl.kernels import philox
-from qerl.kernels.cached_attention import CacheRows
+from qerl.kernels.cached_attention import FP8, CacheRows
 from qerl.kernels.cached_attention import reference as attention_reference
 from qerl.kernels.cached_attention import triton as attention
+from qerl.kernels.cached_attention.storage import raw
 from qerl.kernels.sampling import reference as sampling_reference
 from qerl.kernels.sampling import triton as sampling
 
@@ -51,6 +52,23 @@ def test_attention_over_pages_at_any_number_of_splits(monkeypatch, splits, heads
     assert torch.equal(again, out), "the count of splits that have ended is back at 0"
 
 
+@pytest.mark.parametrize("dtypes", [(torch.float32, FP8), (FP8, FP8)])
+def test_attention_over_keys_and_values_in_fp8(dtypes):
+    table = torch.tensor([[3, 1, 2], [4, 5, 0], [6, 0, 0]], dtype=torch.int32)
+    # Triton's interpreter rounds to FP8 wrongly where a mantissa overflows, so new keys and values are given rounded and unturned.
+    lengths, qkv = torch.tensor([130, 64, 0]), normal(3, 8 * 16).to(FP8).float()
+    qkv[2, 4 * 16 :] = 1000.0  # too large a key and value: it saturates
+    turns = torch.ones(3, 16), torch.zeros(3, 16)
+    k, v = normal(7, 64, 2, 16, seed=1).to(dtypes[0]), normal(7, 64, 2, 16, seed=2).to(dtypes[1])
+    rows, caches = CacheRows(lengths, 64, table_BN=table), [(k.clone(), v.clone()) for _ in range(2)]
+    found = attention.cached_attention(qkv, turns, 4, 2, *caches[0], rows, 0.25, None, 2)
+    expected = attention_reference.cached_attention(qkv, turns, 4, 2, *caches[1], rows, 0.25)
+    torch.testing.assert_close(found, expected, rtol=0, atol=2e-4)
+    assert found[2].max() == found[2].min() == 448
+    for one, other in zip(*caches, strict=True):
+        assert torch.equal(raw(one), raw(other))
+
+
 def test_attention_without_a_table():
     qkv, lengths = normal(3, 8 * 16), torch.tensor([99, 63, 100])
     turns = tuple(table[lengths] for table in rotation(101, 16))
@@ -63,7 +81,8 @@ def test_attention_without_a_table():
 
 def test_splits_fill_the_device_and_follow_from_the_batch_alone():
     assert attention.splits_for(1, 4, 132) == 32
-    assert attention.splits_for(64, 4, 132) == 2
+    assert attention.splits_for(8, 4, 132) == 8
+    assert attention.splits_for(64, 4, 132) == 1
     assert attention.splits_for(512, 2, 132) == 1
 
 

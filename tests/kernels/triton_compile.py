@@ -14,7 +14,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from qerl.kernels.activation import triton as activation
-from qerl.kernels.cached_attention import CacheRows
+from qerl.kernels.cached_attention import FP8, CacheRows
 from qerl.kernels.cached_attention import triton as cached_attention
 from qerl.kernels.philox import triton as philox
 from qerl.kernels.quantize import triton as quantize
@@ -32,8 +32,12 @@ TYPES = {
     torch.int64: "*i64",
     torch.int32: "*i32",
     torch.bool: "*i1",
+    FP8: "*fp8e4nv",
     torch.uint8: "*u8",
 }
+
+FIRST_FP8, FIRST_OVERLAP = 89, 90
+"""Architectures that convert FP8, and that know overlapping launches."""
 
 
 def signature_of(function: JITFunction, arguments: tuple, options: dict) -> tuple[dict, dict]:
@@ -60,6 +64,10 @@ def catch(archs: list[int], failures: list[str]) -> None:
         names = {p.name for p in self.params}
         flags = {name: value for name, value in options.items() if name not in names}
         for arch in archs:
+            if arch < FIRST_FP8 and "*fp8e4nv" in types.values():
+                continue
+            if "OVERLAP" in known and arch >= FIRST_OVERLAP:
+                known, flags = known | {"OVERLAP": True}, flags | {"launch_pdl": True}
             key = (self.__name__, arch, str(types), str(known), str(flags))
             if key in done:
                 continue
@@ -116,6 +124,7 @@ def decode_calls(rows: torch.Tensor) -> None:
     norms = HeadNorms(q_weight_d=cos[0], k_weight_d=cos[0], eps=1e-6, q_noise=cos)
     for splits, given in ((1, None), (16, norms)):
         cached_attention.cached_attention(qkv, (cos, cos), 28, 4, cache, cache, paged, 0.1, given, splits)
+    cached_attention.cached_attention(qkv, (cos, cos), 28, 4, cache.to(FP8), cache.to(FP8), paged, 0.1, norms, 16)
     cached_attention.cached_attention(qkv.float(), (cos, cos), 28, 4, cache.float(), cache.float(), plain, 0.1, None, 1)
     logits, uniforms = torch.zeros(4, 151936), torch.full((4,), 0.5)
     tokens, logprobs = sampling.draw_token(logits, uniforms, torch.ones(1, dtype=torch.float64))

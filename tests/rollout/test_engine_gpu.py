@@ -7,7 +7,7 @@ from rollout_builders import make_prompts
 from qerl.config.schema import LoraConfig, QuantConfig
 from qerl.kernels import sampling
 from qerl.kernels.attention import continued_attention
-from qerl.kernels.cached_attention import CacheRows, reference, triton
+from qerl.kernels.cached_attention import FP8, CacheRows, reference, triton
 from qerl.kernels.philox import stream_key
 from qerl.model.aqn import NoiseState
 from qerl.model.checkpoint import load_model
@@ -90,6 +90,33 @@ def test_tokens_and_logprobs_of_the_sampling_kernels_equal_the_reference(tempera
         same = one[0] == other[0]
         assert same.float().mean() > 0.99, "only numbers within rounding of an edge may choose differently"
         torch.testing.assert_close(one[1][same], other[1][same], rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("dtypes", [(torch.bfloat16, FP8), (FP8, FP8)])
+def test_attention_over_keys_and_values_in_fp8(dtypes):
+    generator = torch.Generator("cuda").manual_seed(0)
+    lengths = torch.tensor([0, 63, 700, 1700], device="cuda")
+    rows = CacheRows(lengths, 64, table_BN=(torch.randperm(4 * 27, device="cuda") + 1).view(4, 27).int())
+    turns = torch.ones(4, 128, device="cuda"), torch.zeros(4, 128, device="cuda")
+    qkv = torch.randn(4, 36 * 128, generator=generator, device="cuda").bfloat16()
+    caches = [torch.randn(109, 64, 4, 128, generator=generator, device="cuda").to(dtype) for dtype in dtypes]
+    wide = [cache.double() for cache in caches]
+    for cache, part in zip(caches, (slice(28 * 128, 32 * 128), slice(32 * 128, None)), strict=True):
+        qkv[:, part] = qkv[:, part].to(cache.dtype).bfloat16()  # so that storing rounds no more
+    exact = reference.cached_attention(qkv.double(), turns, 28, 4, *wide, rows, 0.1)
+    for splits in (1, 16):
+        found = triton.cached_attention(qkv, turns, 28, 4, *caches, rows, 0.1, None, splits)
+        torch.testing.assert_close(found.double(), exact, rtol=2e-2, atol=2e-2)
+    assert all(torch.equal(cache.double(), other) for cache, other in zip(caches, wide, strict=True))
+
+
+@pytest.mark.parametrize("kv_format", ["fp8_values", "fp8"])
+def test_captured_steps_over_fp8_give_the_answers_of_the_reference(qwen2_folder, tokenizer, kv_format):
+    model, found = load(qwen2_folder), []
+    for graphs in (True, False):
+        engine = Engine(model, tokenizer, max_num_seqs=16, graphs=graphs, kv_format=kv_format)
+        found.append(tokens_of(engine.generate(make_prompts(RAGGED), SPEC, group_size=GROUP)[0]))
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("given", [{"top_k": 50}, {"top_p": 0.95}, {"top_k": 20, "top_p": 0.5, "min_p": 0.05}], ids=str)

@@ -13,7 +13,13 @@ CPU = torch.device("cpu")
 def make_cache(rows=3, length=8, layers=2):
     """One page a row, and a spare one."""
     return KVCache(
-        layers=layers, pages=rows + 1, page_tokens=length, kv_heads=2, head_dim=4, dtype=torch.float32, device=CPU
+        layers=layers,
+        pages=rows + 1,
+        page_tokens=length,
+        kv_heads=2,
+        head_dim=4,
+        dtypes=(torch.float32,) * 2,
+        device=CPU,
     )
 
 

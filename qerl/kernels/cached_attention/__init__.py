@@ -10,9 +10,10 @@ from torch import Tensor
 
 from qerl.kernels import dispatch
 from qerl.kernels.cached_attention.rows import CacheRows
+from qerl.kernels.cached_attention.storage import FP8
 from qerl.kernels.rope import HeadNorms
 
-__all__ = ["CacheRows", "cached_attention"]
+__all__ = ["FP8", "CacheRows", "cached_attention"]
 
 
 def cached_attention(
@@ -35,7 +36,7 @@ def cached_attention(
         qkv_BX: rows of q, k, v side by side.
         rotation: cosines and sines of each row's position, float32 [B, d] each; the sines of the first half of d carry a minus sign.
         heads, kv_heads: H and K.
-        k_cache_PLKd, v_cache_PLKd: contiguous, changed in place. Entries beyond a row's end have no influence but must be finite.
+        k_cache_PLKd, v_cache_PLKd: contiguous, in the type of qkv or, each, in `FP8` (`storage`); changed in place. Entries beyond a row's end have no influence but must be finite.
         rows: lengths before this step, and pages.
         scale: factor of the scores.
         norms: scales of the norm over each head of q and k, and their noise.

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from qerl.kernels.cached_attention.rows import CacheRows
+from qerl.kernels.cached_attention.storage import raw, write
 from qerl.kernels.rope import HeadNorms
 from qerl.kernels.rope import reference as rope
 
@@ -27,7 +28,7 @@ def cached_attention(
     """See `qerl.kernels.cached_attention.cached_attention`."""
     q_BHd, k_BKd, v_BKd = rope.rope(qkv_BX, None, *rotation, heads, kv_heads, norms)
     for cache_PLKd, values_BKd in ((k_cache_PLKd, k_BKd), (v_cache_PLKd, v_BKd)):
-        cache_PLKd.flatten(0, 1).index_copy_(0, rows.place_B, values_BKd)
+        write(cache_PLKd, rows.place_B, values_BKd)
     return attend(q_BHd, k_cache_PLKd, v_cache_PLKd, rows, scale)
 
 
@@ -42,8 +43,10 @@ def attend(q_BHd: Tensor, k_cache_PLKd: Tensor, v_cache_PLKd: Tensor, rows: Cach
 
     def of_rows(cache_PLKd: Tensor) -> Tensor:
         if rows.table_BN is None:
-            return cache_PLKd[:batch, : rows.end].transpose(1, 2)
-        return cache_PLKd[rows.table_BN].flatten(1, 2).transpose(1, 2)
+            of_rows_BLKd = cache_PLKd[:batch, : rows.end]
+        else:
+            of_rows_BLKd = raw(cache_PLKd)[rows.table_BN].view(cache_PLKd.dtype).flatten(1, 2)
+        return of_rows_BLKd.to(q_BHd.dtype).transpose(1, 2)
 
     o_BKGd = scaled_dot_product_attention(
         q_BHd.view(batch, kv_heads, heads // kv_heads, size),

@@ -23,6 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qerl.kernels.cached_attention.rows import CacheRows
+from qerl.kernels.cached_attention.storage import FP8
 from qerl.kernels.overlap import begin, overlap
 from qerl.kernels.rms_norm import NormNoise, noise_values
 from qerl.kernels.rope import HeadNorms
@@ -32,13 +33,13 @@ TILE = 64
 LEAST_TILES = 2
 """Fewest tiles of a split where a context has several."""
 LARGEST_SPLITS = 32
-PROGRAMS_PER_PROCESSOR = 4
-STAGES = 2
-"""A program keeps one tile in shared memory, the next one on its way there; with more, fewer programs would share a multiprocessor."""
+PROGRAMS_PER_PROCESSOR = 2
+MANY_PROGRAMS = 3
+"""A multiprocessor with more programs than this hides the way of a tile by the others' work, and they keep one tile each in shared memory, not two."""
 LOG2_E = 1.4426950408889634
 _SIDE = 16
 """Least rows of a matrix product."""
-_JOINED = 4
+_JOINED = 8
 """Parts that are read at once when they are joined."""
 
 
@@ -67,8 +68,10 @@ def cached_attention(
     assert qkv_BX.stride(1) == 1 and qkv_BX.shape[1] == (heads + 2 * kv_heads) * size
     assert table_BN is None or rows.page_tokens % TILE == 0, "pages hold whole tiles"
     out_BHd = qkv_BX.new_empty(batch, heads, size)
+    processors = _processors(device)
     if splits is None:
-        splits = splits_for(batch, kv_heads, _processors(device))
+        splits = splits_for(batch, kv_heads, processors)
+    few = batch * kv_heads * splits <= MANY_PROGRAMS * processors
     parts_BHSd = stats_2BHS = arrived_BK = out_BHd
     if splits > 1:
         parts_BHSd = torch.empty(batch, heads, splits, size, dtype=torch.float32, device=device)
@@ -114,9 +117,11 @@ def cached_attention(
         SPLITS=splits,
         JOINED=min(_JOINED, triton.next_power_of_2(splits)),
         EXACT=qkv_BX.dtype == torch.float32,
+        K_FP8=k_cache_PLKd.dtype == FP8,
+        V_FP8=v_cache_PLKd.dtype == FP8,
         num_warps=4,
         # Tiles of float32 in several stages would not fit the shared memory of smaller devices.
-        num_stages=1 if qkv_BX.dtype == torch.float32 else STAGES,
+        num_stages=1 if qkv_BX.dtype == torch.float32 else 3 if few else 2,
         enable_fp_fusion=False,
         **overlap(device),
     )
@@ -160,6 +165,15 @@ def _scaled(low_Nd, high_Nd, weight_ptr, z_ptr, z_stride, row, lane_d, swapped_d
 
 
 @triton.jit
+def _stored(values_1d, dtype: tl.constexpr, IS_FP8: tl.constexpr):
+    """Values in the type of a cache; too large ones saturate."""
+    if IS_FP8:
+        return tl.minimum(tl.maximum(values_1d.to(tl.float32), -448.0), 448.0).to(dtype)
+    else:
+        return values_1d.to(dtype)
+
+
+@triton.jit
 def _attend(
     qkv_ptr,
     cos_ptr,
@@ -198,6 +212,8 @@ def _attend(
     SPLITS: tl.constexpr,
     JOINED: tl.constexpr,
     EXACT: tl.constexpr,
+    K_FP8: tl.constexpr,
+    V_FP8: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
     begin(OVERLAP)
@@ -245,16 +261,18 @@ def _attend(
             k_1d, k_swapped_1d = _scaled(
                 k_1d, k_swapped_1d, k_weight_ptr, k_z_ptr, k_z_stride, row, lane_d, swapped_d, eps, SIZE
             )
-        k_1d = (k_1d.to(tl.float32) * cos_1d + k_swapped_1d.to(tl.float32) * sin_1d).to(k_ptr.dtype.element_ty)
+        k_1d = (k_1d.to(tl.float32) * cos_1d + k_swapped_1d.to(tl.float32) * sin_1d).to(qkv_ptr.dtype.element_ty)
+        # What later steps will read is what this one sees.
+        k_1d, v_1d = _stored(k_1d, k_ptr.dtype.element_ty, K_FP8), _stored(v_1d, v_ptr.dtype.element_ty, V_FP8)
         page = row
         if table_ptr is not None:
             page = tl.load(table_ptr + row * table_stride + length // page_tokens).to(tl.int64)
         place_1d = page * page_stride + (length % page_tokens).to(tl.int64) * token_stride + kv_head * SIZE + one_d
         tl.store(k_ptr + place_1d, k_1d, mask=inside_d[None, :])
-        tl.store(v_ptr + place_1d, v_1d.to(v_ptr.dtype.element_ty), mask=inside_d[None, :])
+        tl.store(v_ptr + place_1d, v_1d, mask=inside_d[None, :])
         top_G = tl.sum(q_Gd.to(tl.float32) * k_1d.to(tl.float32), 1) * scale
         sum_G += 1.0
-        out_Gd += v_1d.to(v_ptr.dtype.element_ty).to(tl.float32)
+        out_Gd += v_1d.to(tl.float32)
     # The number of the next page is read a turn ahead, or its tile could not be on its way while this one is worked on.
     page = row
     if table_ptr is not None:
@@ -272,8 +290,8 @@ def _attend(
         inside_N = start + lane_N < length
         place_Nd = base + kv_head * SIZE + lane_N[:, None] * token_stride + lane_d[None, :]
         mask_Nd = inside_N[:, None] & inside_d[None, :]
-        k_Nd = tl.load(k_ptr + place_Nd, mask=mask_Nd, other=0.0)
-        v_Nd = tl.load(v_ptr + place_Nd, mask=mask_Nd, other=0.0)
+        k_Nd = tl.load(k_ptr + place_Nd, mask=mask_Nd, other=0.0).to(q_Gd.dtype)
+        v_Nd = tl.load(v_ptr + place_Nd, mask=mask_Nd, other=0.0).to(q_Gd.dtype)
         if EXACT:
             scores_GN = tl.dot(q_Gd, tl.trans(k_Nd), input_precision="ieee") * scale
         else:
