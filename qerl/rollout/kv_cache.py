@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from qerl.kernels.attention import continued_attention
+from qerl.kernels.attention import KeySpans, packed_attention
 from qerl.kernels.cached_attention import CacheRows, cached_attention
 from qerl.kernels.cached_attention.storage import raw, write
 from qerl.model.attention import PackedSequences, Rotary, SampleRows
@@ -99,6 +99,9 @@ class PrefillContext:
         self.samples = packed.samples
         self._cache, self._packed = cache, packed
         self._source_M, self._place_M, self._earlier_L = source_M, place_M, earlier_L
+        if earlier_L is not None:
+            bounds_2 = torch.tensor([0, len(earlier_L)], device=earlier_L.device)
+            self._keys = KeySpans(cu_keys_S1=bounds_2, lengths=(len(earlier_L),))
 
     def attend(self, layer: int, qkv_TX: Tensor, rotary: Rotary) -> Tensor:
         """Output of attention, [T, H, d]."""
@@ -108,7 +111,9 @@ class PrefillContext:
         if self._earlier_L is None:
             return self._packed.attend_heads(q_THd, k_TKd, v_TKd)
         k_LKd, v_LKd = self._cache.read(layer, self._earlier_L, q_THd.dtype)
-        return continued_attention(q_THd, k_LKd, v_LKd, q_THd.shape[-1] ** -0.5)
+        bounds_2, lengths = self._packed.cu_seqlens_S1, self._packed.lengths
+        scale = q_THd.shape[-1] ** -0.5
+        return packed_attention(q_THd, k_LKd, v_LKd, bounds_2, scale, lengths=lengths, keys=self._keys)
 
 
 class DecodeContext:

@@ -3,10 +3,8 @@
 import random
 
 import pytest
-import torch
 from rollout_builders import load_tiny, make_prompts
 
-from qerl.kernels.attention import continued_attention, packed_attention
 from qerl.model.aqn import NoiseState
 from qerl.model.tokenizer import load_tokenizer
 from qerl.records import SamplingSpec
@@ -103,13 +101,3 @@ def test_any_mix_of_lengths_rows_pages_and_parts_ends_with_the_same_answers(mode
         ahead=rng.randint(0, 1),
     )
     assert_same_answers(found, expected)
-
-
-@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2)])
-def test_the_last_tokens_attend_to_all_before_them(heads, kv_heads):
-    generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(9, n, 8, generator=generator, dtype=torch.float64) for n in (heads, kv_heads, kv_heads))
-    whole = packed_attention(q, k, v, torch.tensor([0, 9]), 0.3)
-    for tokens in (1, 4, 9):
-        found = continued_attention(q[-tokens:], k, v, 0.3)
-        torch.testing.assert_close(found, whole[-tokens:], rtol=1e-12, atol=1e-12)

@@ -6,7 +6,6 @@ from rollout_builders import make_prompts
 
 from qerl.config.schema import LoraConfig, QuantConfig
 from qerl.kernels import sampling
-from qerl.kernels.attention import continued_attention
 from qerl.kernels.cached_attention import FP8, CacheRows, reference, triton
 from qerl.kernels.philox import stream_key
 from qerl.model.aqn import NoiseState
@@ -129,14 +128,6 @@ def test_truncations_keep_what_the_reference_keeps(given):
     assert differ.max() <= 1
     assert (differ > 0).sum() <= (2 if "top_p" in given else 0)
     torch.testing.assert_close(results[0][1][differ == 0], results[1][1][differ == 0], rtol=0, atol=4e-6)
-
-
-@pytest.mark.parametrize("tokens", [1, 100, 700])
-def test_the_last_tokens_attend_to_all_before_them(tokens):
-    generator = torch.Generator("cuda").manual_seed(0)
-    q, k, v = (torch.randn(700, n, 64, generator=generator, device="cuda").bfloat16() for n in (14, 2, 2))
-    exact = continued_attention(q[-tokens:].double(), k.double(), v.double(), 0.1)
-    torch.testing.assert_close(continued_attention(q[-tokens:], k, v, 0.1).double(), exact, rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize("scope", [None, "response"])
