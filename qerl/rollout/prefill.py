@@ -13,7 +13,6 @@ from collections.abc import Sequence as Items
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from qerl.model.aqn import Noise
 from qerl.model.attention import PackedSequences
@@ -120,16 +119,16 @@ class Prefill:
             tokens.extend(self._known(head)[taken])
             positions.append(np.arange(taken.start, taken.stop))
             bounds.append(len(tokens))
-        whose: dict[str, Tensor] = {}
+        keys_S = prompts_S = None
         if self._noise is not None and self._noise.by_sample:
-            whose = {
-                "sample_keys_S": torch.tensor([head.sample_key for head in heads], device=device),
-                "prompt_lengths_S": torch.tensor([head.prompt_length for head in heads], device=device),
-            }
+            keys_S = torch.tensor([head.sample_key for head in heads], device=device)
+            prompts_S = torch.tensor([head.prompt_length for head in heads], device=device)
         positions_T, source_M, place_M = (
             torch.from_numpy(np.concatenate(parts)).to(device) for parts in (positions, sources, places)
         )
-        packed = PackedSequences(torch.tensor(bounds, device=device), positions_T, **whose)
+        packed = PackedSequences(
+            torch.tensor(bounds, device=device), positions_T, sample_keys_S=keys_S, prompt_lengths_S=prompts_S
+        )
         # Without noise, not with noise times zero: keys and values of clean prompts are those of no noise.
         clean = self._noise is not None and self._noise.state.prompt == "clean" and not heads[0].answered
         self._workspace.model(
