@@ -40,6 +40,7 @@ SETTINGS = (
 )  # fmt: skip
 STOPS = 400
 """Tokens that end an answer: one of about 380 of a vocabulary of 151,936."""
+LETTERS = str.maketrans("0123456789", "abcdefghij")
 TEMPLATE = "{% for message in messages %}{{ message['role'] + ' ' + message['content'] }}{% endfor %}"
 
 
@@ -89,9 +90,9 @@ def write_model(folder: Path, config: dict[str, Any], device: torch.device) -> N
     (folder / "config.json").write_text(json.dumps(config))
     stops = random.Random(0).sample(range(vocabulary), max(1, STOPS * vocabulary // 151936))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": stops}))
-    # Numbers and words, as a text with arithmetic has.
-    words = {f"{i}" if i < 1000 else f"w{i}": i for i in range(vocabulary)}
-    words = {("unknown" if i == vocabulary - 1 else word): i for word, i in words.items()}
+    # Numbers and words of letters, as a text with arithmetic has.
+    names = [f"{i}" if i < 1000 else f"{i}".translate(LETTERS) for i in range(vocabulary - 1)]
+    words = {word: i for i, word in enumerate([*names, "unknown"])}
     inner_tokenizer = Tokenizer(models.WordLevel(words, unk_token="unknown"))
     inner_tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner_tokenizer, unk_token="unknown", chat_template=TEMPLATE)

@@ -194,7 +194,7 @@ class Bench:
             case, self, new=2 * self.answer if self.tiny else case.new, sampled=2 * self.answer if self.tiny else short
         )
         run.warm_up()
-        packs = run.packs()
+        packs = run.packs(MICRO_BATCH)
         row: dict[str, Any] = {}
         if case.cap_gb is None:
             first, again = (run.generate(max(1, run.sampled // PART)) for _ in range(2))
@@ -211,10 +211,15 @@ class Bench:
             "room": run.new,
             "micro_batches": [batch.num_tokens for batch in packs],
         }
-        # The plan is for passes that are full; answers of one length leave some room in each.
-        row["memory"] = compare(
-            run.config(max(row["tokens"]["micro_batches"])), run.model.spec, timer, ("rollout", *STAGES)
-        )
+        row["memory"] = {}
+        for budget in (MICRO_BATCH, MICRO_BATCH // 2 + self.prompt) if case.cap_gb is not None else (MICRO_BATCH,):
+            measured: tuple[str, ...] = ("rollout", *STAGES)
+            if budget != MICRO_BATCH:
+                timer, measured = StageTimer(self.device), STAGES
+                learned(run.config(budget), run.model, run.optimizer, run.answers(8), timer)
+            # The plan is for passes that are full; answers of one length leave some room in each.
+            largest = max(batch.num_tokens for batch in run.packs(budget))
+            row["memory"][largest] = compare(run.config(largest), run.model.spec, timer, measured)
         return row
 
     def speed_ups(self) -> dict[str, Any]:
@@ -276,10 +281,10 @@ class Run:
     def answers(self, count: int) -> list[Completion]:
         return random_answers(self.model.spec, self.prompts, [self.new] * count)
 
-    def packs(self) -> list[TrainBatch]:
+    def packs(self, budget: int) -> list[TrainBatch]:
         """The micro-batches of a step."""
         items = [sample for group in samples(self.answers(8 * len(self.prompts))) for sample in group]
-        config = self.config(MICRO_BATCH)
+        config = self.config(budget)
         key = (lambda key: 0) if config.shares_prompts(self.device.type) else None
         return list(pack(items, config.pass_tokens, self.device, prefix_key=key))
 
