@@ -45,7 +45,7 @@ answer: where it is predicted, target and sample, int64, two log-probs."""
 DECODE_ROWS = 64
 """Most rows for which the NVFP4 kernels read a packed weight as it is (``kernels.fp4_linear.decode``)."""
 LOGITS_HELD = 1
-"""Float32 copies of the logits of a decode step that exist at once: the sampler reads them in place."""
+"""Float32 copies of the logits of a decode step that exist at once: the sampler reads them in place, and truncation makes one more."""
 TILE_TOKENS, TILE_ROWS = 1024, 8192
 """Tokens and rows of the head in a tile of logits, kept in float32 and as probabilities (``kernels.token_logprobs``)."""
 PAGE_TOKENS = 64
@@ -234,7 +234,9 @@ def _sampling(config: Config, spec: ModelSpec, itemsize: int) -> int:
     """Logits of one decode step in float32, or one prefill pass, whichever is more."""
     prompts = config.rollout.prompts_per_step * config.rollout.max_prompt_tokens
     tokens = min(PREFILL_TOKENS, prompts)
-    logits = LOGITS_HELD * 4 * config.decode_slots * spec.vocab_size
+    given = config.rollout
+    truncated = given.top_k > 0 or given.top_p < 1 or given.min_p > 0
+    logits = (LOGITS_HELD + truncated) * 4 * config.decode_slots * spec.vocab_size
     return max(logits, _forward_values(spec) * tokens * itemsize + _unpacked(config, spec, itemsize))
 
 

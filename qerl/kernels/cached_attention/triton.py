@@ -72,10 +72,10 @@ def cached_attention(
     if splits is None:
         splits = splits_for(batch, kv_heads, processors)
     few = batch * kv_heads * splits <= MANY_PROGRAMS * processors
-    parts_BHSd = stats_2BHS = arrived_BK = out_BHd
+    parts_BHSd = stats_BHS2 = arrived_BK = out_BHd
     if splits > 1:
         parts_BHSd = torch.empty(batch, heads, splits, size, dtype=torch.float32, device=device)
-        stats_2BHS = torch.empty(2, batch, heads, splits, dtype=torch.float32, device=device)
+        stats_BHS2 = torch.empty(batch, heads, splits, 2, dtype=torch.float32, device=device)
         arrived_BK = _arrivals(device, triton.next_power_of_2(batch * kv_heads))
     weights: tuple[Tensor | None, ...] = (None, None)
     noises: tuple[tuple[Tensor | None, int], ...] = ((None, 0), (None, 0))
@@ -96,11 +96,11 @@ def cached_attention(
         table_BN,
         out_BHd,
         parts_BHSd,
-        stats_2BHS,
+        stats_BHS2,
         arrived_BK,
         scale * LOG2_E,
         qkv_BX.stride(0),
-        batch,
+        splits,
         0 if table_BN is None else table_BN.stride(0),
         k_cache_PLKd.stride(0),
         k_cache_PLKd.stride(1),
@@ -114,8 +114,8 @@ def cached_attention(
         PADDED=triton.next_power_of_2(size),
         TILE=TILE,
         LEAST=LEAST_TILES,
-        SPLITS=splits,
-        JOINED=min(_JOINED, triton.next_power_of_2(splits)),
+        SPLIT=splits > 1,
+        JOINED=_JOINED,
         EXACT=qkv_BX.dtype == torch.float32,
         K_FP8=k_cache_PLKd.dtype == FP8,
         V_FP8=v_cache_PLKd.dtype == FP8,
@@ -173,7 +173,7 @@ def _stored(values_1d, dtype: tl.constexpr, IS_FP8: tl.constexpr):
         return values_1d.to(dtype)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])  # compiled once for all numbers of rows
 def _attend(
     qkv_ptr,
     cos_ptr,
@@ -195,7 +195,7 @@ def _attend(
     arrived_ptr,
     scale,
     qkv_stride,
-    rows,
+    splits,
     table_stride,
     page_stride,
     token_stride,
@@ -209,7 +209,7 @@ def _attend(
     PADDED: tl.constexpr,
     TILE: tl.constexpr,
     LEAST: tl.constexpr,
-    SPLITS: tl.constexpr,
+    SPLIT: tl.constexpr,
     JOINED: tl.constexpr,
     EXACT: tl.constexpr,
     K_FP8: tl.constexpr,
@@ -224,7 +224,7 @@ def _attend(
     if table_ptr is None:
         length = tl.minimum(length, page_tokens - 1)
     tiles = tl.cdiv(length, TILE)
-    share = tl.maximum(tl.cdiv(tiles, SPLITS), LEAST)
+    share = tl.maximum(tl.cdiv(tiles, splits), LEAST)
     working = tl.maximum(tl.cdiv(tiles, share), 1)
     if split >= working:
         return
@@ -313,19 +313,18 @@ def _attend(
     if working == 1:
         result_Gd = (out_Gd / sum_G[:, None]).to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + head_G[:, None] * SIZE + lane_d[None, :], result_Gd, mask=there_Gd)
-    elif SPLITS > 1:
-        part_G = head_G * SPLITS + split
+    elif SPLIT:
+        part_G = head_G * splits + split
         kept_G = member_G < GROUP
-        plane = rows * (KV_HEADS * GROUP * SPLITS)
-        tl.store(stats_ptr + part_G, top_G, mask=kept_G)
-        tl.store(stats_ptr + plane + part_G, sum_G, mask=kept_G)
+        tl.store(stats_ptr + 2 * part_G, top_G, mask=kept_G)
+        tl.store(stats_ptr + 2 * part_G + 1, sum_G, mask=kept_G)
         tl.store(parts_ptr + part_G[:, None] * SIZE + lane_d[None, :], out_Gd, mask=there_Gd)
         tl.debug_barrier()
         if tl.atomic_add(arrived_ptr + tl.program_id(0), 1, sem="acq_rel", scope="gpu") == working - 1:
             tl.store(arrived_ptr + tl.program_id(0), 0)
             _join(
-                parts_ptr, stats_ptr, out_ptr, row * (KV_HEADS * GROUP) + kv_head * GROUP, working, plane,
-                GROUP, JOIN_SIDE, SIZE, PADDED, SPLITS, JOINED,
+                parts_ptr, stats_ptr, out_ptr, row * (KV_HEADS * GROUP) + kv_head * GROUP, working, splits,
+                GROUP, JOIN_SIDE, SIZE, PADDED, JOINED,
             )  # fmt: skip
 
 
@@ -336,12 +335,11 @@ def _join(
     out_ptr,
     first_head,
     working,
-    plane,
+    splits,
     GROUP: tl.constexpr,
     SIDE: tl.constexpr,
     SIZE: tl.constexpr,
     PADDED: tl.constexpr,
-    SPLITS: tl.constexpr,
     JOINED: tl.constexpr,
 ) -> None:
     """Sum of the parts of G heads, a few parts at a time, each weighted by its share of the softmax."""
@@ -356,9 +354,9 @@ def _join(
     for start in range(0, working, JOINED):
         split_J = start + lane_J
         mask_GJ = kept_G[:, None] & (split_J < working)[None, :]
-        part_GJ = head_G[:, None] * SPLITS + split_J[None, :]
-        top_GJ = tl.load(stats_ptr + part_GJ, mask=mask_GJ, other=float("-inf"))
-        sum_GJ = tl.load(stats_ptr + plane + part_GJ, mask=mask_GJ, other=0.0)
+        part_GJ = head_G[:, None] * splits + split_J[None, :]
+        top_GJ = tl.load(stats_ptr + 2 * part_GJ, mask=mask_GJ, other=float("-inf"))
+        sum_GJ = tl.load(stats_ptr + 2 * part_GJ + 1, mask=mask_GJ, other=0.0)
         mask_GJd = mask_GJ[:, :, None] & (lane_d < SIZE)[None, None, :]
         parts_GJd = tl.load(parts_ptr + part_GJ[:, :, None] * SIZE + lane_d[None, None, :], mask=mask_GJd, other=0.0)
         new_top_G = tl.where(kept_G, tl.maximum(top_G, tl.max(top_GJ, 1)), 0.0)

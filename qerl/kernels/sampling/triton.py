@@ -106,7 +106,7 @@ def advance_rows(tokens_B: Tensor, behavior_B: Tensor, sampler_B: Tensor, **book
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _block_stats(
     logits_ptr,
     temperature_ptr,
@@ -148,7 +148,7 @@ def _first_above(weights_N, index_N, target, SIZE: tl.constexpr):
     return index, target - before
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _pick(
     logits_ptr,
     temperature_ptr,
@@ -199,7 +199,7 @@ def _pick(
     tl.store(logprobs_ptr + row, logprob.to(tl.float32))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _uniforms(
     key_ptr, positions_ptr, sample_keys_ptr, uniform_ptr, rows, LANES: tl.constexpr, OVERLAP: tl.constexpr
 ) -> None:
