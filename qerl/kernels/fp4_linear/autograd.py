@@ -65,8 +65,6 @@ class Fp4Linear(torch.autograd.Function):
 
         grad_x = None
         if needs[0]:
-            grad_x = ctx.kernel.input_gradient(grad_TO, ctx.weight, ctx.dense_OI)
-            for h, a in zip(grad_h, a_RI, strict=True):
-                grad_x.addmm_(h, a)
+            grad_x = ctx.kernel.input_gradient(grad_TO, ctx.weight, ctx.dense_OI, grad_h, a_RI)
         grad_bias = grad_TO.sum(0).to(ctx.bias_dtype) if needs[1] else None
         return grad_x, grad_bias, None, None, None, None, *grad_a, *grad_b

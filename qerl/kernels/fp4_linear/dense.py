@@ -1,9 +1,12 @@
 """The large regime and the backward pass: a tiled weight is dequantized into shared scratch, and cuBLAS multiplies.
 
-The scratch holds V = q * s, exact in bfloat16. cuBLAS multiplies its float32 sums by 1 / G and adds what the output holds already, bias
-and adapters, before its one rounding:
+The scratch holds V = q * s, exact in bfloat16. cuBLAS multiplies its float32 sums by 1 / G. Adapters join in one of two ways, whichever moves
+fewer bytes. Narrow outputs hold c, bias and adapters, which cuBLAS adds before its one rounding. Outputs wider than the inputs would be
+read and written once more for that; there, the adapters are columns of the product beside the weight's, h beside x (and the other way
+round in the backward pass):
 
-    y = round((x V^T) / G + c),    c = round(bias + scale * B round(A x))
+    y = round((x V^T) / G + c),                          c = round(bias + scale * B h),    h = round(A x)
+    y = round(([x, h] [V, B']^T) / G + bias),            B' = round(scale * G * B), zeros in the columns of other parts
 
 cuBLAS is told to add partial sums in float32.
 """
@@ -13,18 +16,24 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from qerl.formats import PackedWeight, get_format
+from qerl.formats.tiles import ROWS
 from qerl.kernels.cuda import Launch
 from qerl.kernels.fp4_linear.adapter import Placement
 from qerl.kernels.fp4_linear.workspace import SCALE_BASE, compiled, workspace
 
 _BLOCKS_A_MULTIPROCESSOR = 8
 _THREADS = 256
+_WIDE_TOKENS = 8192
+"""Tokens of one product with adapters as columns, at most: x is copied for it."""
+_BYTES_AN_OPERATION = 1 / 190
+"""Bytes that are moved in the time of one operation of the matrix units (4.2e12 and 790e12 a second on an H200)."""
 
 
 class _Params(ctypes.Structure):
@@ -34,7 +43,7 @@ class _Params(ctypes.Structure):
     _fields_ = (
         ("tiles", ctypes.c_void_p),
         ("out", ctypes.c_void_p),
-        *((name, ctypes.c_int) for name in ("n", "k", "units", "row_tiles")),
+        *((name, ctypes.c_int) for name in ("n", "k", "stride", "units", "row_tiles")),
         ("scale_base", ctypes.c_uint),
     )
 
@@ -48,24 +57,113 @@ def forward(
     b_OR: Sequence[Tensor],
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """(y [T, O] bfloat16, the shrunk activations x A^T [T, R] of every distinct A)."""
-    shrunk = tuple(x_TI @ a.T for a in a_RI)
+    # cuBLAS cuts the long sums of so few outputs into parts, which it would round to bfloat16.
+    shrunk = tuple(torch.mm(x_TI, a.T, out_dtype=torch.float32).to(torch.bfloat16) for a in a_RI)
     y_TO = torch.empty(x_TI.shape[0], weight.shape[0], dtype=torch.bfloat16, device=x_TI.device)
-    filled = _start(y_TO, bias_O, placements, shrunk, b_OR)
+    if adapters_as_columns(weight, a_RI, bias_O is not None):
+        _wide(y_TO, x_TI, weight, bias_O, placements, shrunk, b_OR)
+        return y_TO, shrunk
     values_OI, alphas = values(weight)
     with _float32_sums():
-        for rows, alpha in alphas:
-            y_TO[:, rows].addmm_(x_TI, values_OI[rows].T, beta=float(filled), alpha=alpha)
+        if placements:
+            _start(y_TO, bias_O, placements, shrunk, b_OR)
+            for rows, alpha in alphas:
+                y_TO[:, rows].addmm_(x_TI, values_OI[rows].T, alpha=alpha)
+        else:
+            _multiply(y_TO, x_TI, values_OI, alphas, bias_O)
     return y_TO, shrunk
 
 
-def input_gradient(grad_TO: Tensor, weight: PackedWeight) -> Tensor:
-    """dX = dY W_hat [T, I], bfloat16; dequantizes again."""
+def adapters_as_columns(weight: PackedWeight, a_RI: Sequence[Tensor], bias: bool) -> bool:
+    """Whether copying x and multiplying by more columns is cheaper than reading and writing the output once more (twice with a bias)."""
+    (d_out, d_in), ranks = weight.shape, sum(a.shape[0] for a in a_RI)
+    aligned = d_in % 8 == 0 and ranks % 8 == 0
+    return weight.order == "tiles" and aligned and _worth_more_terms(d_in, d_out, ranks, 8 if bias else 4)
+
+
+def _worth_more_terms(terms: int, outputs: int, ranks: int, saved: int) -> bool:
+    """For a token: `saved` bytes of every output, or its inputs are read and written and every output has `ranks` more terms."""
+    return ranks > 0 and saved * outputs > 4 * terms + 2 * ranks + 2 * outputs * ranks * _BYTES_AN_OPERATION
+
+
+def _multiply(
+    y_TO: Tensor, x_TI: Tensor, values_OI: Tensor, alphas: list[tuple[slice, float]], bias_O: Tensor | None
+) -> None:
+    """y = x V^T / G + bias. cuBLAS adds the bias itself if all rows have one G (and in float32 if sizes are aligned); it is in the output
+    before that otherwise."""
+    aligned = values_OI.shape[0] % 8 == 0 and values_OI.shape[1] % 8 == 0
+    if bias_O is not None and len(alphas) == 1 and aligned:
+        torch.addmm(bias_O.to(y_TO.dtype), x_TI, values_OI.T, alpha=alphas[0][1], out=y_TO)
+        return
+    if bias_O is not None:
+        y_TO.copy_(bias_O.expand_as(y_TO))
+    for rows, alpha in alphas:
+        y_TO[:, rows].addmm_(x_TI, values_OI[rows].T, beta=float(bias_O is not None), alpha=alpha)
+
+
+def _runs(tokens: int) -> Iterator[slice]:
+    """The tokens of each product whose inputs are copied."""
+    for start in range(0, tokens, _WIDE_TOKENS):
+        yield slice(start, min(start + _WIDE_TOKENS, tokens))
+
+
+def _wide(
+    y_TO: Tensor,
+    x_TI: Tensor,
+    weight: PackedWeight,
+    bias_O: Tensor | None,
+    placements: Sequence[Placement],
+    shrunk: Sequence[Tensor],
+    b_OR: Sequence[Tensor],
+) -> None:
+    """Writes y, from products with adapters as columns beside the weight's."""
+    tokens, d_in = x_TI.shape
+    starts = list(accumulate((h.shape[1] for h in shrunk), initial=d_in))
+    values_OC, alphas = values(weight, columns=starts[-1])
+    values_OC[:, d_in:].zero_()
+    for place, b in zip(placements, b_OR, strict=True):
+        columns = slice(starts[place.a_index] + place.ranks.start, starts[place.a_index] + place.ranks.stop)
+        for rows, alpha in alphas:
+            inside = slice(max(rows.start, place.rows.start), min(rows.stop, place.rows.stop))
+            if inside.start < inside.stop:
+                own = slice(inside.start - place.rows.start, inside.stop - place.rows.start)
+                torch.mul(b[own], place.scale / alpha, out=values_OC[inside, columns])
+    for some in _runs(tokens):
+        x_TC = torch.cat((x_TI[some], *(h[some] for h in shrunk)), dim=1)
+        with _float32_sums():
+            _multiply(y_TO[some], x_TC, values_OC, alphas, bias_O)
+
+
+def input_gradient(grad_TO: Tensor, weight: PackedWeight, grad_h: Sequence[Tensor], a_RI: Sequence[Tensor]) -> Tensor:
+    """dX = dY W_hat + sum of dH A [T, I], bfloat16; dequantizes again."""
+    (d_out, d_in), tokens = weight.shape, grad_TO.shape[0]
+    grad_TI = torch.empty(tokens, d_in, dtype=grad_TO.dtype, device=grad_TO.device)
+    if adapters_as_rows(weight, a_RI):
+        starts = list(accumulate((a.shape[0] for a in a_RI), initial=d_out))
+        values_CI, ((_, alpha),) = values(weight, rows=starts[-1])
+        for start, a in zip(starts, a_RI, strict=False):
+            values_CI[start : start + a.shape[0]] = a
+        for some in _runs(tokens):
+            grad_TC = torch.cat((grad_TO[some], *(h[some] / alpha for h in grad_h)), dim=1)
+            with _float32_sums():
+                grad_TI[some].addmm_(grad_TC, values_CI, beta=0.0, alpha=alpha)
+        return grad_TI
     values_OI, alphas = values(weight)
-    grad_TI = torch.empty(grad_TO.shape[0], weight.shape[1], dtype=grad_TO.dtype, device=grad_TO.device)
     with _float32_sums():
+        for index, (h, a) in enumerate(zip(grad_h, a_RI, strict=True)):
+            grad_TI.addmm_(h, a, beta=float(index > 0))
         for index, (rows, alpha) in enumerate(alphas):
-            grad_TI.addmm_(grad_TO[:, rows], values_OI[rows], beta=float(index > 0), alpha=alpha)
+            grad_TI.addmm_(grad_TO[:, rows], values_OI[rows], beta=float(index > 0 or len(a_RI) > 0), alpha=alpha)
     return grad_TI
+
+
+def adapters_as_rows(weight: PackedWeight, a_RI: Sequence[Tensor]) -> bool:
+    """As `adapters_as_columns`, for the product with the transposed weight; its rows then have one G."""
+    (d_out, d_in), ranks = weight.shape, sum(a.shape[0] for a in a_RI)
+    aligned = d_out % 8 == 0 and d_in % 8 == 0 and ranks % 8 == 0
+    return (
+        weight.order == "tiles" and len(weight.segments) == 1 and aligned and _worth_more_terms(d_out, d_in, ranks, 4)
+    )
 
 
 @contextmanager
@@ -80,13 +178,18 @@ def _float32_sums() -> Iterator[None]:
         settings.allow_bf16_reduced_precision_reduction = before
 
 
-def values(weight: PackedWeight) -> tuple[Tensor, list[tuple[slice, float]]]:
-    """(V bfloat16 [d_out, d_in], output rows with the same 1 / G, each with it). V is in scratch that the next call overwrites
-    if the weight is tiled; otherwise it is a temporary."""
+def values(
+    weight: PackedWeight, *, rows: int | None = None, columns: int | None = None
+) -> tuple[Tensor, list[tuple[slice, float]]]:
+    """(V bfloat16 [d_out, d_in], output rows with the same 1 / G, each with it).
+
+    V is in scratch that the next call overwrites if the weight is tiled; otherwise it is a temporary. A tiled weight may be given
+    more rows or columns, which are left as they are.
+    """
     if weight.order != "tiles":
         return get_format(weight.format).dequantize(weight, torch.bfloat16), [(slice(0, weight.shape[0]), 1.0)]
     space = workspace(weight.device)
-    out_OI = dequantize_tiles(weight, space.scratch(*weight.shape))
+    out_OI = dequantize_tiles(weight, space.scratch(rows or weight.shape[0], columns or weight.shape[1]))
     alphas: list[tuple[slice, float]] = []
     stops = accumulate(weight.segments)
     for stop, count, alpha in zip(stops, weight.segments, space.alphas(weight), strict=True):
@@ -97,13 +200,21 @@ def values(weight: PackedWeight) -> tuple[Tensor, list[tuple[slice, float]]]:
     return out_OI, alphas
 
 
+def unpacked_rows(weight: PackedWeight, start: int, stop: int) -> Tensor:
+    """V of output rows [start, stop) of a tiled weight, `start` a multiple of 16: bfloat16, in scratch that the next call overwrites."""
+    assert start % ROWS == 0, start
+    tiles = weight.tensors["tiles"][start // ROWS : -(-stop // ROWS)]
+    part = replace(weight, shape=(stop - start, weight.shape[1]), tensors={**weight.tensors, "tiles": tiles})
+    return dequantize_tiles(part, workspace(weight.device).scratch(*part.shape))
+
+
 def dequantize_tiles(weight: PackedWeight, out_OI: Tensor) -> Tensor:
-    """V = q * s of a tiled weight, exact, into bfloat16 `out_OI` [d_out, d_in]; one pass."""
+    """V = q * s of a tiled weight, exact, into the first columns of bfloat16 `out_OI` [d_out, at least d_in]; one pass."""
     tiles = weight.tensors["tiles"]
     row_tiles, units, _ = tiles.shape
     space = workspace(weight.device)
     blocks = min(-(-row_tiles * units * 32 // _THREADS), space.multiprocessors * _BLOCKS_A_MULTIPROCESSOR)
-    params = _Params(tiles.data_ptr(), out_OI.data_ptr(), *weight.shape, units, row_tiles, SCALE_BASE)
+    params = _Params(tiles.data_ptr(), out_OI.data_ptr(), *weight.shape, out_OI.stride(0), units, row_tiles, SCALE_BASE)
     compiled(weight.device, "dequantize").launch(Launch(grid=blocks, block=_THREADS), params)
     return out_OI
 
@@ -114,12 +225,8 @@ def _start(
     placements: Sequence[Placement],
     shrunk: Sequence[Tensor],
     b_OR: Sequence[Tensor],
-) -> bool:
-    """Writes bias + scale * B h to the output, rounded; False if there is neither, and nothing was written."""
-    if not placements:
-        if bias_O is not None:
-            y_TO.copy_(bias_O.expand_as(y_TO))
-        return bias_O is not None
+) -> None:
+    """Writes bias + scale * B h to the output, rounded."""
     covered = sum(place.rows.stop - place.rows.start for place in placements)
     if covered < y_TO.shape[1]:
         y_TO.copy_(bias_O.expand_as(y_TO)) if bias_O is not None else y_TO.zero_()
@@ -130,4 +237,3 @@ def _start(
         else:
             bias = bias_O[place.rows].to(y_TO.dtype)
             torch.addmm(bias, h_TR, b.T, alpha=place.scale, out=part_TO)
-    return True

@@ -36,8 +36,21 @@ def forward(
     return y_TO.to(x_TI.dtype), shrunk
 
 
-def input_gradient(grad_TO: Tensor, weight: PackedWeight, dense_OI: Tensor | None) -> Tensor:
-    """dX = dY W_hat [T, I] of the base product, in dY's dtype; dequantizes again."""
+def input_gradient(
+    grad_TO: Tensor,
+    weight: PackedWeight,
+    dense_OI: Tensor | None,
+    grad_h: Sequence[Tensor] = (),
+    a_RI: Sequence[Tensor] = (),
+) -> Tensor:
+    """dX = dY W_hat + sum of dH A over the distinct A, [T, I] in dY's dtype; dequantizes again."""
+    grad_TI = _base_gradient(grad_TO, weight, dense_OI)
+    for h, a in zip(grad_h, a_RI, strict=True):
+        grad_TI.addmm_(h, a)
+    return grad_TI
+
+
+def _base_gradient(grad_TO: Tensor, weight: PackedWeight, dense_OI: Tensor | None) -> Tensor:
     if dense_OI is not None:
         return grad_TO @ dense_OI.to(grad_TO.dtype)
     values_OI, divisor_O = get_format(weight.format).factored(weight, _accumulator(grad_TO, weight))

@@ -51,11 +51,27 @@ def regime_of(
     return regimes.DENSE
 
 
-def input_gradient(grad_TO: Tensor, weight: PackedWeight, dense_OI: Tensor | None) -> Tensor:
-    """dX = dY W_hat [T, I] of the base product, in dY's dtype; dequantizes again."""
+def input_gradient(
+    grad_TO: Tensor,
+    weight: PackedWeight,
+    dense_OI: Tensor | None,
+    grad_h: Sequence[Tensor] = (),
+    a_RI: Sequence[Tensor] = (),
+) -> Tensor:
+    """dX = dY W_hat + sum of dH A over the distinct A, [T, I] in dY's dtype; dequantizes again."""
     if not fast(grad_TO, weight, dense_OI):
-        return reference.input_gradient(grad_TO, weight, dense_OI)
-    return dense.input_gradient(grad_TO, weight)
+        return reference.input_gradient(grad_TO, weight, dense_OI, grad_h, a_RI)
+    return dense.input_gradient(grad_TO, weight, grad_h, a_RI)
+
+
+def float32_product(x_TI: Tensor, weight: PackedWeight) -> Tensor | None:
+    """x W_hat^T [T, O] in float32 for a tiled weight and bfloat16 x, where a kernel that reads the tiles has the call; None elsewhere."""
+    regime = regime_of(x_TI, weight, (), (), ())
+    if regime == regimes.DECODE:
+        return decode.product(x_TI, weight, None, (), (), (), dtype=torch.float32)
+    if regime == regimes.MIDDLE:
+        return middle.product(x_TI, weight, None, (), (), (), dtype=torch.float32)
+    return None
 
 
 def fast(x: Tensor, weight: PackedWeight, dense_OI: Tensor | None) -> bool:

@@ -1,9 +1,9 @@
-// V = q * s of a tiled weight, bfloat16 [n, k] row-major, exact; one pass. A warp takes a tile at a time.
+// V = q * s of a tiled weight, bfloat16 [n, k] with rows `stride` apart, exact; one pass. A warp takes a tile at a time.
 
 struct DequantizeParams {
   const u8* tiles;
   u16* out;
-  int n, k, units, row_tiles;
+  int n, k, stride, units, row_tiles;
   u32 scale_base;  // 0x70007000
 };
 
@@ -14,10 +14,10 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS_A_BLOCK) dequantize(cons
   __shared__ __align__(16) u8 staged[WARPS_A_BLOCK][16 * STAGE_STRIDE];
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
   const int total = p.units * p.row_tiles;
-  const bool vectors = p.k % 8 == 0;
+  const bool vectors = p.k % 8 == 0 && p.stride % 8 == 0;
   u8* mine = staged[warp];
   const u32 scale_base = p.scale_base;
-  const int stride = gridDim.x * WARPS_A_BLOCK;
+  const int step = gridDim.x * WARPS_A_BLOCK;
   int index = blockIdx.x * WARPS_A_BLOCK + warp;
   if (index >= total) return;
   const u8* tile = p.tiles + static_cast<long long>(index) * TILE_BYTES;
@@ -29,7 +29,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS_A_BLOCK) dequantize(cons
     const u32 high_step[4] = {step_scale<0>(high), step_scale<1>(high), step_scale<2>(high), step_scale<3>(high)};
     const u32 words[4] = {codes.x, codes.y, codes.z, codes.w};
     const int current = index;
-    index += stride;
+    index += step;
     if (index < total) {
       tile = p.tiles + static_cast<long long>(index) * TILE_BYTES;
       codes = *reinterpret_cast<const uint4*>(tile + 16 * lane);
@@ -53,7 +53,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS_A_BLOCK) dequantize(cons
       const uint4 values = *reinterpret_cast<const uint4*>(mine + row * STAGE_STRIDE + 16 * chunk);
       const int r = 16 * row_tile + row, column = 64 * unit + 8 * chunk;
       if (r >= p.n || column >= p.k) continue;
-      u16* out = p.out + static_cast<long long>(r) * p.k + column;
+      u16* out = p.out + static_cast<long long>(r) * p.stride + column;
       if (vectors) {
         *reinterpret_cast<uint4*>(out) = values;
       } else {
