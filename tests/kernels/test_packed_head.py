@@ -20,8 +20,8 @@ def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> to
 
 @pytest.fixture(autouse=True)
 def short_stretches(monkeypatch):
-    """Four stretches, the last one shorter."""
-    monkeypatch.setattr(head_module, "_STRETCH_ELEMENTS", 25 * HIDDEN)
+    """Three stretches, the last one shorter."""
+    monkeypatch.setattr(head_module, "_STRETCH_ELEMENTS", 32 * HIDDEN)
 
 
 def packed_head(name: str):
@@ -86,7 +86,7 @@ def test_no_more_than_a_stretch_is_ever_unpacked(monkeypatch):
     monkeypatch.setattr(type(fmt), "dequantize", None)
     hidden = random(TOKENS, HIDDEN).requires_grad_()
     token_logprobs(hidden, packed_head("nvfp4"), torch.arange(TOKENS))[0].sum().backward()
-    assert unpacked == [25, 25, 25, 15] * 3, "the logits, the logits again, and the gradient"
+    assert unpacked == [32, 32, 26] * 3, "the logits, the logits again, and the gradient"
 
 
 @pytest.mark.parametrize("name", ["fp8", "nvfp4"])

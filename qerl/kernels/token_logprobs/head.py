@@ -11,7 +11,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from qerl.formats import PackedWeight, get_format
+from qerl.formats import PackedWeight, get_format, tiles
+from qerl.kernels.fp4_linear import dense
 
 Head: TypeAlias = Tensor | PackedWeight
 
@@ -20,9 +21,10 @@ _STRETCH_ELEMENTS = 1 << 24
 
 
 def row_stretches(head: PackedWeight) -> Iterator[slice]:
-    """Slices that cover all rows in order, of about 16 million weights each."""
+    """Slices that cover all rows in order, of about 16 million weights each; they begin at multiples of 16 rows where they are long."""
     vocab_size, hidden_size = head.shape
     step = max(1, _STRETCH_ELEMENTS // hidden_size)
+    step -= step % tiles.ROWS if step > tiles.ROWS else 0
     for start in range(0, vocab_size, step):
         yield slice(start, min(start + step, vocab_size))
 
@@ -30,5 +32,11 @@ def row_stretches(head: PackedWeight) -> Iterator[slice]:
 def factored_rows(head: PackedWeight, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
     """(rows, values [v, D] in `dtype`, row divisor float32 [v] or None) of all rows in order; see `WeightFormat.factored`."""
     fmt = get_format(head.format)
+    if head.order == "tiles" and dtype == torch.bfloat16 and head.device.type == "cuda":
+        scales = head.tensors["global_scale"]
+        divisor_V = torch.cat([scale.expand(rows) for scale, rows in zip(scales, head.segments, strict=True)])
+        for rows in row_stretches(head):
+            yield rows, dense.unpacked_rows(head, rows.start, rows.stop), divisor_V[rows]
+        return
     for rows in row_stretches(head):
         yield rows, *fmt.factored(fmt.rows(head, rows.start, rows.stop), dtype)

@@ -28,7 +28,7 @@ from qerl.kernels.sizes import power_of_2
 from qerl.kernels.token_logprobs import autograd, reference
 from qerl.kernels.token_logprobs.device import absorb, finish, logits_gradient
 from qerl.kernels.token_logprobs.head import Head, factored_rows
-from qerl.kernels.token_logprobs.reference import head_logits
+from qerl.kernels.token_logprobs.logits import head_logits
 
 __all__ = ["head_logits", "token_logprobs"]
 
