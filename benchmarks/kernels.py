@@ -1,11 +1,14 @@
-"""Linear layers with adapters: packed against cuBLAS in bfloat16 and against bitsandbytes, beside the floor of memory and matrix units.
+"""Linear layers with adapters and LM heads: packed against cuBLAS in bfloat16 and against bitsandbytes, beside the floor of memory and matrix units.
 
-    python benchmarks/kernels.py [--sizes 7B 32B] [--rows 1 8 64] [--ranks 32] [--kernels cuda] [--seconds 120] [--out results/kernels_linear.json]
+    python benchmarks/kernels.py [--sizes 7B 32B] [--rows 1 8 64] [--ranks 32 16 64 128] [--few-sizes 14B 3B] [--heads 7B 0.5B] [--kernels cuda]
+        [--seconds 240] [--out results/kernels_linear.json]
 
 One row is one decoder layer (q k v fused, o, gate up fused, down; bias on q k v) with LoRA on all seven projections. Times are medians of
 20 replays of a captured graph that walks over several layers, so that no weight is in the cache, with the second and eighth
 decile. "separate" adapters are what a user of cuBLAS or bitsandbytes has: h = x A^T and y += scale * h B^T. Weights of a timed layer
-are random bytes (speed does not depend on the values); before any figure, every kernel is compared with float64 on quantized
+are random bytes (speed does not depend on the values). `--sizes` are measured at all `--rows` with the first of the ranks, the first of them
+with the other ranks too at ``RANK_ROWS``; `--few-sizes` at ``FEW_ROWS``. LM heads: float32 logits of a bfloat16, FP8 and NVFP4 head. What the time does not
+suffice for is left out from the end, and the file is written after every row. Before any figure of a size and rank, every kernel is compared with float64 on quantized
 weights, and an error stops the run. Floors come from a copy and a matrix product in the same run. ``--tiny`` runs all of it on the
 CPU with toy shapes.
 """
@@ -24,7 +27,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from synthetic import SHAPES
+from heads import HEAD_ROWS, head_rows
+from synthetic import SHAPES, normal
 from timing import deciles, device_times
 from torch import Tensor
 
@@ -32,6 +36,8 @@ from qerl.formats import PackedWeight, dequantize, get_format, tiles
 from qerl.kernels.fp4_linear import AdapterPart, fp4_linear
 
 ROWS = (1, 8, 16, 32, 64, 128, 256, 512, 2048, 8192)
+FEW_ROWS = (1, 8, 64, 256, 2048)
+RANK_ROWS = (8, 64)
 CACHE_BYTES = 60e6
 LARGEST_ERROR = 3.5e-3
 # Base weights alone, milliseconds a layer, by rows of x: humming-kernels 0.1.19 on another H200, in a run of its own.
@@ -69,10 +75,6 @@ def projections(size: dict[str, Any]) -> list[tuple[tuple[int, ...], int]]:
     heads, kv_heads = size["heads"]
     kv = hidden // heads * kv_heads
     return [((hidden, kv, kv), hidden), ((hidden,), hidden), ((inner, inner), hidden), ((hidden,), inner)]
-
-
-def normal(*shape: int, scale: float, device: torch.device) -> Tensor:
-    return torch.randn(*shape, device=device).mul_(scale).bfloat16()
 
 
 def adapters(segments: Sequence[int], d_in: int, rank: int, device: torch.device) -> tuple[AdapterPart, ...]:
@@ -156,15 +158,31 @@ def packed(kernel: str) -> Callable[..., Tensor]:
 class Bench:
     """Measures and keeps the rows."""
 
-    def __init__(self, device: torch.device, seconds: float, kernels: Sequence[str]):
+    def __init__(self, device: torch.device, seconds: float, kernels: Sequence[str], out: Path | None):
         self.device = device
+        self.cache_bytes = CACHE_BYTES if device.type == "cuda" else 0
         self.until = time.monotonic() + seconds
         self.kernels = kernels
+        self.out = out
         self.rows: list[dict[str, Any]] = []
         self.copy_rate, self.matrix_rate = self._rates()
+        commit = subprocess.run(
+            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
+        ).stdout.strip()
+        self.facts = {
+            "device": "cpu" if device.type == "cpu" else torch.cuda.get_device_name(),
+            "torch": torch.__version__,
+            "commit": commit or None,
+            "kernels": list(kernels),
+            "copy_bytes_per_second": self.copy_rate,
+            "matrix_flops_per_second": self.matrix_rate,
+        }
+        print(json.dumps(self.facts), flush=True)
 
-    def check(self, name: str, size: dict[str, Any], rank: int, tokens: Sequence[int]) -> None:
-        """Every kernel against float64 on quantized weights of this size."""
+    def check(self, name: str, size: dict[str, Any], rank: int, tokens: Sequence[int]) -> bool:
+        """Every kernel against float64 on quantized weights of this size; False if the time is over."""
+        if not self.time_left(f"{name} rank {rank}"):
+            return False
         for linear in layer(size, rank, self.device, real=True):
             exact_OI = dequantize(linear.weight, torch.float64)
             for count in sorted({min(count, 256) for count in tokens}):
@@ -182,6 +200,7 @@ class Bench:
                     error = float((y_TO - reference).norm() / reference.norm())
                     shape = list(linear.weight.shape)
                     assert error < LARGEST_ERROR, f"{name} {shape}, {count} rows, kernel {kernel}: error {error:.2e}"
+        return True
 
     def run(self, name: str, size: dict[str, Any], rank: int, tokens: Sequence[int]) -> None:
         """All rows of one size and rank."""
@@ -194,10 +213,19 @@ class Bench:
         if other is not None:
             methods["bitsandbytes nf4"] = other
         for count in tokens:
-            if time.monotonic() > self.until:
-                print(f"{name} rank {rank}: the time is over before {count} rows", flush=True)
+            if not self.time_left(f"{name} rank {rank}, {count} rows"):
                 return
             self._row(name, size, rank, count, layers, methods)
+
+    def time_left(self, what: str) -> bool:
+        if time.monotonic() <= self.until:
+            return True
+        print(f"the time is over before {what}", flush=True)
+        return False
+
+    def write(self) -> None:
+        if self.out:
+            self.out.write_text(json.dumps(self.facts | {"rows": self.rows}, indent=1) + "\n", encoding="utf-8")
 
     def _row(
         self,
@@ -224,13 +252,14 @@ class Bench:
                         for linear in linears:
                             product(linear, inputs[linear.weight.shape[1]], linear.parts if with_adapters else ())
 
-                times = self._times(walk, len(layers))
+                times = self.times(walk, len(layers), long=count > 512)
                 row[f"{method} {label}"] = dict(zip(("us", "us_p20", "us_p80"), times, strict=True))
         earlier = EARLIER_HUMMING.get(name, {}).get(count)
         if earlier is not None:
             row["humming base, earlier run"] = {"us": 1e3 * earlier}
         self.rows.append(row)
         self._print(row)
+        self.write()
 
     def _print(self, row: dict[str, Any]) -> None:
         label = "lora" if row["rank"] else "base"
@@ -249,12 +278,12 @@ class Bench:
         products = 2.0 * count * (d_out * d_in + rank * (len(rows) * d_in + d_out))
         return max(moved / self.copy_rate, products / self.matrix_rate)
 
-    def _times(self, run: Callable[[], None], calls: int) -> list[float]:
-        """Microseconds a call: median, second and eighth decile."""
+    def times(self, run: Callable[[], None], calls: int, *, long: bool = False) -> list[float]:
+        """Microseconds a call: median, second and eighth decile. `long` calls outlast the start of a graph by far."""
         if self.device.type == "cpu":
             return deciles([_seconds(run) * 1e6 / calls for _ in range(5)])
         # A graph's own start, a few microseconds, is spread over many launches.
-        repeats = max(1, 16 // calls)
+        repeats = 1 if long else max(1, 16 // calls)
         stream = torch.cuda.Stream()
         with torch.no_grad(), torch.cuda.stream(stream):
             run()
@@ -292,35 +321,41 @@ def _seconds(run: Callable[[], Any]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", nargs="+", default=["7B", "32B", "14B", "3B", "0.5B"], choices=[*SHAPES, "tiny"])
+    parser.add_argument("--sizes", nargs="+", default=["7B", "32B"], choices=[*SHAPES, "tiny"])
+    parser.add_argument("--few-sizes", nargs="*", default=["14B", "3B", "0.5B"], choices=[*SHAPES])
     parser.add_argument("--rows", nargs="+", type=int, default=list(ROWS))
-    parser.add_argument("--ranks", nargs="+", type=int, default=[32])
+    parser.add_argument("--ranks", nargs="+", type=int, default=[32, 16, 64, 128])
+    parser.add_argument("--heads", nargs="*", default=["7B", "0.5B"], choices=[*SHAPES, "tiny"])
     parser.add_argument("--kernels", nargs="+", default=["cuda"], help="implementations of fp4_linear")
     parser.add_argument("--seconds", type=float, default=240.0)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--tiny", action="store_true")
     arguments = parser.parse_args()
+    rank_rows, head_tokens = RANK_ROWS, HEAD_ROWS
     if arguments.tiny:
-        arguments.sizes, arguments.rows, arguments.kernels = ["tiny"], [1, 5], ["reference"]
+        arguments.sizes, arguments.few_sizes, arguments.heads = ["tiny"], [], ["tiny"]
+        arguments.rows, arguments.ranks, arguments.kernels = [1, 5], [32, 16], ["reference"]
+        rank_rows, head_tokens = (1,), (1, 5)
     torch.manual_seed(0)
-    bench = Bench(torch.device("cpu" if arguments.tiny else "cuda"), arguments.seconds, arguments.kernels)
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
-    facts = {
-        "device": "cpu" if arguments.tiny else torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "commit": commit or None,
-        "kernels": arguments.kernels,
-        "copy_bytes_per_second": bench.copy_rate,
-        "matrix_flops_per_second": bench.matrix_rate,
-    }
-    print(json.dumps(facts), flush=True)
-    for name in arguments.sizes:
+    device = torch.device("cpu" if arguments.tiny else "cuda")
+    bench = Bench(device, arguments.seconds, arguments.kernels, arguments.out)
+
+    def linears(name: str, rank: int, rows: Sequence[int]) -> None:
         size = SHAPES.get(name, TINY)
-        for rank in arguments.ranks:
-            bench.check(name, size, rank, arguments.rows)
-            bench.run(name, size, rank, arguments.rows)
-            if arguments.out:
-                arguments.out.write_text(json.dumps(facts | {"rows": bench.rows}, indent=1) + "\n", encoding="utf-8")
+        if bench.check(name, size, rank, rows):
+            bench.run(name, size, rank, rows)
+
+    first, *others = arguments.ranks
+    for index, name in enumerate(arguments.sizes):
+        linears(name, first, arguments.rows)
+        for rank in others if index == 0 else ():
+            linears(name, rank, rank_rows)
+    for name in arguments.heads:
+        size = SHAPES.get(name, TINY)
+        vocab = 500 if arguments.tiny else 151936 if size["tied"] else 152064
+        head_rows(bench, name, (vocab, size["hidden_size"]), head_tokens)
+    for name in arguments.few_sizes:
+        linears(name, first, FEW_ROWS)
 
 
 if __name__ == "__main__":

@@ -28,6 +28,11 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
+def normal(*shape: int, scale: float, device: torch.device) -> Tensor:
+    """bfloat16 normal numbers."""
+    return torch.randn(*shape, device=device).mul_(scale).bfloat16()
+
+
 def model_spec(size: str, *, layers: int | None = None) -> ModelSpec:
     """Spec of Qwen2.5 of a size in ``SHAPES``; ``layers`` makes it shallower."""
     shape = SHAPES[size]

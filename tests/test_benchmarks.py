@@ -35,8 +35,12 @@ def test_the_benchmark_of_linear_layers_checks_and_times_each_kernel(tmp_path):
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     rows = json.loads((tmp_path / "kernels.json").read_text())["rows"]
-    assert [row["rows"] for row in rows] == [1, 5]
-    for row in rows:
+    heads = [row for row in rows if "head" in row]
+    assert [row["rows"] for row in heads] == [1, 5]
+    assert all(row[fmt]["floor_us"] > 0 and row[fmt]["us"] > 0 for row in heads for fmt in ("bf16", "fp8", "nvfp4"))
+    linears = [row for row in rows if "head" not in row]
+    assert [(row["rank"], row["rows"]) for row in linears] == [(32, 1), (32, 5), (16, 1)]
+    for row in linears:
         times = [row[key] for key in ("reference base", "reference lora", "bf16 base", "bf16 lora")]
         assert all(0 < entry["us_p20"] <= entry["us"] <= entry["us_p80"] for entry in times)
         assert row["floor_us"] > 0
