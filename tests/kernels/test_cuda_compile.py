@@ -10,27 +10,27 @@ import pytest
 from qerl.errors import KernelUnavailableError
 from qerl.kernels.cuda import compiler
 from qerl.kernels.fp4_linear import decode, middle, shrink
-from qerl.kernels.fp4_linear.geometry import RING, Variant, decode_geometry
+from qerl.kernels.fp4_linear.geometry import decode_geometry
 from qerl.kernels.fp4_linear.workspace import compile_source, whole_source
 
 ARCHITECTURES = ("sm_80", "sm_89", "sm_90a", "sm_100a", "sm_120a")
 
 
-def decode_macros(columns: int, cluster: int, variant: Variant) -> dict[str, int]:
+def decode_macros(columns: int, cluster: int) -> dict[str, int]:
     """As a launch for 8 * columns rows of x has them."""
     shape = decode_geometry(
-        8 * columns, (4608, 3584), (), cluster=cluster, clusters=128 // cluster, limit=232448, variant=variant, ring=4
+        8 * columns, (4608, 3584), 0, cluster=cluster, clusters=128 // cluster, limit=232448, ring=4
     )
     assert shape is not None
-    return decode.macros(shape, variant)
+    return decode.macros(shape)
 
 
 DEVICE = SimpleNamespace(multiprocessors=132, shared_limit=232448, resident_clusters=lambda launch: 66)
-PLAIN = [("dequantize", {}, ""), ("decode", decode_macros(2, 1, RING), "")]
-CLUSTERS = [("decode", decode_macros(2, 8, RING), "")]
+PLAIN = [("dequantize", {}, ""), ("decode", decode_macros(2, 1), "")]
+CLUSTERS = [("decode", decode_macros(2, 8), "")]
 HOPPER = [
     ("probe", {}, ""),
-    ("decode", decode_macros(4, 2, RING), ""),
+    ("decode", decode_macros(4, 2), ""),
     ("shrink", shrink.macros(), ""),
     *(
         ("middle", middle.macros(shape), middle.wgmma_source(shape.tokens))
@@ -72,7 +72,7 @@ def test_the_decode_loop_keeps_its_values_in_registers(columns, tmp_path):
     """A few bytes outside the loop are let through; an array in local memory would be hundreds."""
     source = tmp_path / "decode.cu"
     source.write_text(whole_source("decode"), encoding="utf-8")
-    macros = [f"-D{key}={value}" for key, value in {**decode_macros(columns, 8, RING), "STAGES": 6}.items()]
+    macros = [f"-D{key}={value}" for key, value in {**decode_macros(columns, 8)}.items()]
     command = ["nvcc", "-cubin", "-arch=sm_90", "-Xptxas", "-v", *macros, "-o", str(tmp_path / "out"), str(source)]
     report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     assert int(re.search(r"(\d+) bytes spill stores", report)[1]) <= 16

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from qerl.kernels.fp4_linear import middle
-from qerl.kernels.fp4_linear.geometry import RING, Adapter, best_geometry, decode_geometry, warps
+from qerl.kernels.fp4_linear.geometry import best_geometry, decode_geometry, warps
 
 LIMIT = 232448  # of an H200
 CLUSTERS = {1: 132, 2: 66, 4: 30, 8: 15}  # as an H200 answers
@@ -67,9 +67,7 @@ def written(geometry, tiles):
 @pytest.mark.parametrize("rows", [8, 16, 32])
 def test_every_partial_sum_is_read_where_it_was_written(shape, rows):
     for cluster, count in CLUSTERS.items():
-        geometry = decode_geometry(
-            rows, shape, (), cluster=cluster, clusters=count, limit=LIMIT, variant=RING, ring=RING.rings[-1]
-        )
+        geometry = decode_geometry(rows, shape, 0, cluster=cluster, clusters=count, limit=LIMIT, ring=4)
         if geometry is None:
             continue
         assert geometry.shared <= LIMIT
@@ -99,24 +97,28 @@ def test_a_fit_is_found_for_every_projection_of_qwen():
         (5120, 1024, 27648),
     ):
         for shape in ((hidden + 2 * kv, hidden), (hidden, hidden), (2 * inner, hidden), (hidden, inner)):
-            for rank in (0, 32):
-                adapters = [Adapter(0, shape[0], rank)] if rank else []
+            for ranks in (0, 32, 96):
                 for rows in (8, 16):
-                    assert best_geometry(rows, shape, adapters, clusters=CLUSTERS.get, limit=LIMIT), (shape, rank, rows)
+                    assert best_geometry(rows, shape, ranks, clusters=CLUSTERS.get, limit=LIMIT), (shape, ranks, rows)
 
 
 def test_without_clusters_small_inputs_still_fit():
     """As before sm_90: one block a row tile."""
-    geometry = best_geometry(8, (4608, 3584), [], clusters=lambda cluster: 108 * (cluster == 1), limit=166912)
+    geometry = best_geometry(8, (4608, 3584), 0, clusters=lambda cluster: 108 * (cluster == 1), limit=166912)
     assert geometry is not None
     assert geometry.cluster == 1
 
 
-def test_only_the_groups_of_adapter_rows_that_a_cluster_needs_are_counted():
-    qkv = [Adapter(0, 3584, 32), Adapter(3584, 4096, 32), Adapter(4096, 4608, 32)]
-    geometry = decode_geometry(8, (4608, 3584), qkv, cluster=8, clusters=15, limit=LIMIT, variant=RING, ring=6)
-    assert geometry is not None
-    assert geometry.groups == 4, "two parts of 32 ranks at most meet in one cluster"
+@pytest.mark.parametrize("ranks", [8, 32, 96, 1024])
+def test_every_piece_of_h_has_a_block(ranks):
+    for cluster, count in CLUSTERS.items():
+        geometry = decode_geometry(8, (4608, 3584), ranks, cluster=cluster, clusters=count, limit=LIMIT)
+        assert geometry is not None
+        assert geometry.groups * 16 >= ranks
+        taken = [range(first, geometry.groups * geometry.chunks, count) for first in range(count)]
+        assert sorted(i for pieces in taken for i in pieces) == list(range(geometry.groups * geometry.chunks))
+        assert geometry.groups > count or max(map(len, taken)) == 1, "in one go where there are enough clusters"
+        assert geometry.chunks <= 2 * (geometry.units // cluster), "no piece is empty"
 
 
 H200 = SimpleNamespace(

@@ -299,7 +299,7 @@ def test_a_weight_too_tall_for_one_round_is_right_in_all_of_them(rows):
     weight = weight_of((152064,), 896)
     tiled = FORMAT.for_device(weight)
     x = cuda(rows, 896, seed=2)
-    geometry = decode.find(workspace(x.device), rows, weight.shape, ())
+    geometry = decode.find(workspace(x.device), rows, weight.shape, 0)
     assert rows < 16 or geometry.round_tiles * geometry.clusters < geometry.row_tiles
     assert error(decode.product(x, tiled, None, (), (), ()), exact(x, weight)) < ONE_ROUNDING
     logits = decode.product(x, tiled, None, (), (), (), dtype=torch.float32)

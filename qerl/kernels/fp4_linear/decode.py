@@ -1,4 +1,4 @@
-"""Launching the decode kernels: few rows of x, the weight read once for each group of them, adapters and bias inside."""
+"""Launching the decode kernel: few rows of x, the weight read once for each group of them, adapters and bias inside."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from qerl.formats import PackedWeight
 from qerl.kernels.cuda import Launch
 from qerl.kernels.fp4_linear import geometry, record
 from qerl.kernels.fp4_linear.adapter import Placement
-from qerl.kernels.fp4_linear.geometry import RING, Adapter, Geometry, Variant
-from qerl.kernels.fp4_linear.workspace import SCALE_BASE, Workspace, compiled, workspace
+from qerl.kernels.fp4_linear.geometry import Geometry
+from qerl.kernels.fp4_linear.workspace import DECODE_COUNTERS, SCALE_BASE, Workspace, compiled, workspace
 
 MOST_ROWS = 64
 """Rows of x for which reading the weight once for every group of rows still pays."""
@@ -26,9 +26,13 @@ class _Params(ctypes.Structure):
 
     __slots__ = ()  # a name that is no field is an error
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("tiles", "x", "out", "bias", "global_scale", "a")),
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("tiles", "x", "out", "bias", "global_scale", "a", "partials", "counters")
+        ),
         *((name, ctypes.c_int) for name in ("m", "n", "k", "units", "row_tiles")),
-        *((name, ctypes.c_int) for name in ("round_tiles", "slice_units", "rank_slots", "groups")),
+        *((name, ctypes.c_int) for name in ("round_tiles", "slice_units", "rank_slots", "ranks")),
+        *((name, ctypes.c_int) for name in ("groups", "chunks", "unused")),
         *((name, ctypes.c_int) for name in ("segments", "parts", "float_out", "vectors")),
         ("scale_base", ctypes.c_uint),
         ("segment_stop", record.Stops),
@@ -42,13 +46,12 @@ def takes(
     placements: Sequence[Placement],
     a_RI: Sequence[Tensor],
     b_OR: Sequence[Tensor],
-    variant: Variant = RING,
 ) -> bool:
     """Whether the kernel can run this call, whatever its speed."""
     return (
         0 < x_TI.shape[0] <= MOST_ROWS
         and record.fits(weight, placements, a_RI, b_OR)
-        and find(workspace(x_TI.device), x_TI.shape[0], weight.shape, placements, variant) is not None
+        and find(workspace(x_TI.device), x_TI.shape[0], weight.shape, ranks_of(a_RI)) is not None
     )
 
 
@@ -61,23 +64,25 @@ def product(
     b_OR: Sequence[Tensor],
     *,
     dtype: torch.dtype = torch.bfloat16,
-    variant: Variant = RING,
 ) -> Tensor:
     """y [T, O] in `dtype` (bfloat16 or float32), rounded once, for what `takes` accepts."""
     space = workspace(x_TI.device)
     x_TI = x_TI.contiguous()
     tokens = x_TI.shape[0]
-    shape = find(space, tokens, weight.shape, placements, variant)
+    shape = find(space, tokens, weight.shape, ranks_of(a_RI))
     assert shape is not None, (x_TI.shape, weight.shape)
-    kernel = compiled(space.device, variant.kernel, tuple(macros(shape, variant).items()))
+    kernel = compiled(space.device, "decode", tuple(macros(shape).items()))
     out_TO = torch.empty(tokens, weight.shape[0], dtype=dtype, device=x_TI.device)
     if bias_O is not None:
         bias_O = bias_O.to(torch.bfloat16).contiguous()
+    pieces = shape.cluster * shape.chunks * shape.groups
     params = _Params(
         tiles=weight.tensors["tiles"].data_ptr(),
         bias=None if bias_O is None else bias_O.data_ptr(),
         global_scale=weight.tensors["global_scale"].data_ptr(),
         a=a_RI[0].data_ptr() if a_RI else None,
+        partials=space.scratch(pieces * shape.columns, 256).data_ptr() if pieces else None,
+        counters=space.counters()[DECODE_COUNTERS].data_ptr(),
         n=weight.shape[0],
         k=weight.shape[1],
         units=shape.units,
@@ -85,7 +90,9 @@ def product(
         round_tiles=shape.round_tiles,
         slice_units=shape.slice_units,
         rank_slots=shape.rank_slots,
+        ranks=ranks_of(a_RI),
         groups=shape.groups,
+        chunks=shape.chunks,
         segments=len(weight.segments),
         parts=len(placements),
         float_out=int(dtype == torch.float32),
@@ -104,37 +111,28 @@ def product(
     return out_TO
 
 
-def find(
-    space: Workspace, rows: int, shape: tuple[int, int], placements: Sequence[Placement], variant: Variant = RING
-) -> Geometry | None:
+def ranks_of(a_RI: Sequence[Tensor]) -> int:
+    """Rows of the stacked A."""
+    return sum(a.shape[0] for a in a_RI)
+
+
+def find(space: Workspace, rows: int, shape: tuple[int, int], ranks: int) -> Geometry | None:
     """The geometry that `rows` rows of x take on a device, all at once or in the largest groups that fit; None where none does."""
-    adapters = tuple(
-        Adapter(place.rows.start, place.rows.stop, place.ranks.stop - place.ranks.start) for place in placements
-    )
     for most in GROUPS:
         groups = -(-rows // most)
         columns = -(-rows // (8 * groups))
-        found = _geometry(space, columns, shape, adapters, variant)
-        if found is not None:
+        key = (columns, shape, ranks)
+        if key not in space.geometries:
+            space.geometries[key] = geometry.best_geometry(
+                8 * columns,
+                shape,
+                ranks,
+                clusters=lambda cluster: _clusters(space, cluster),
+                limit=space.shared_limit,
+            )
+        if (found := space.geometries[key]) is not None:
             return found
     return None
-
-
-def _geometry(
-    space: Workspace, columns: int, shape: tuple[int, int], adapters: tuple[Adapter, ...], variant: Variant
-) -> Geometry | None:
-    """The geometry for so many eights of rows; None where it does not fit."""
-    key = (columns, shape, adapters, variant)
-    if key not in space.geometries:
-        space.geometries[key] = geometry.best_geometry(
-            8 * columns,
-            shape,
-            adapters,
-            clusters=lambda cluster: _clusters(space, cluster),
-            limit=space.shared_limit,
-            variant=variant,
-        )
-    return space.geometries[key]
 
 
 def _clusters(space: Workspace, cluster: int) -> int:
@@ -147,12 +145,14 @@ def _clusters(space: Workspace, cluster: int) -> int:
     return space.resident_clusters(launch)
 
 
-def macros(shape: Geometry, variant: Variant) -> dict[str, int]:
-    """Compile-time constants of a decode kernel."""
-    stages = {"STAGES": shape.ring}
-    if variant.copies is not None:
-        stages = {"STAGES": variant.copies, "CHUNK": shape.ring // variant.copies}
-    return {"NT": shape.columns, "WARPS": geometry.warps(shape.columns), "CLUSTER": shape.cluster, **stages}
+def macros(shape: Geometry) -> dict[str, int]:
+    """Compile-time constants of the kernel."""
+    return {
+        "NT": shape.columns,
+        "WARPS": geometry.warps(shape.columns),
+        "CLUSTER": shape.cluster,
+        "STAGES": shape.ring,
+    }
 
 
 def _launch(shape: Geometry) -> Launch:

@@ -1,8 +1,8 @@
-"""How the decode kernels cut a product into blocks, clusters and rounds. Plain arithmetic, free of torch."""
+"""How the decode kernel cuts a product into blocks, clusters and rounds. Plain arithmetic, free of torch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 ROWS, COLUMNS, TILE_BYTES = 16, 64, 576
@@ -10,31 +10,14 @@ LORA_WARPS = 4
 
 _FRAGMENT = 512
 _X_COST = 0.3
-_ADAPTER_COST = 0.3
+"""The cost of a byte that other blocks read too, and that comes from the cache, against one of the weight."""
 _ROUND_COST = 40_000
-"""Bytes that could be read in the time of a round's barriers; above it, the cost of a byte that other blocks read too, and that comes
-from the cache, against one of the weight."""
+"""Bytes that could be read in the time of a round's barriers."""
 _STATIC = 128
-
-
-@dataclass(frozen=True, slots=True)
-class Variant:
-    """One of the decode kernels."""
-
-    kernel: str
-    """Its function, and its file in cuda/."""
-    rings: tuple[int, ...]
-    """Units that a warp's ring may hold, the preferred number first."""
-    copies: int | None = None
-    """Copies that fill the ring, each counted at a barrier; None where every unit is copied by itself."""
-
-    @property
-    def barriers(self) -> int:
-        """Bytes of its barriers."""
-        return 0 if self.copies is None else 384
-
-
-RING = Variant("decode", (6, 4))
+_RINGS = (6, 4)
+"""Units that a warp's ring may hold, the preferred number first."""
+_CHUNKS = 16
+"""Partial sums of h that every block adds up, about."""
 
 
 def warps(columns: int) -> int:
@@ -66,7 +49,9 @@ class Geometry:
     rank_slots: int
     """Partial sums that one block sends to another in a round, at most."""
     groups: int
-    """Groups of 16 adapter rows that the row tiles of one cluster need, at most."""
+    """Groups of 16 rows of the stacked A."""
+    chunks: int
+    """Runs of a block's slice of the inputs that h is summed over."""
     ring: int
     """Units of a warp's ring."""
     shared: int
@@ -76,44 +61,29 @@ class Geometry:
         """Bytes that the busiest block reads, those from the cache at a discount."""
         most_tiles = -(-self.row_tiles // self.clusters)
         rounds = -(-most_tiles // self.round_tiles)
-        slice_bytes = 2 * COLUMNS * self.slice_units
-        return (
-            rounds * _ROUND_COST
-            + most_tiles * self.slice_units * TILE_BYTES
-            + slice_bytes * (_X_COST * 8 * self.columns + _ADAPTER_COST * ROWS * self.groups)
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Adapter:
-    """What the geometry depends on of an adapter part."""
-
-    row_start: int
-    row_stop: int
-    rank: int
+        x_bytes = 16 * self.columns * COLUMNS * self.slice_units
+        return rounds * _ROUND_COST + most_tiles * self.slice_units * TILE_BYTES + _X_COST * x_bytes
 
 
 def decode_geometry(
     rows: int,
     shape: tuple[int, int],
-    adapters: Sequence[Adapter],
+    ranks: int,
     *,
     cluster: int,
     clusters: int,
     limit: int,
-    variant: Variant,
-    ring: int,
+    ring: int = _RINGS[0],
 ) -> Geometry | None:
     """The geometry for `rows` rows of x, or None where x and the ring do not fit into shared memory.
 
     Args:
         rows: M.
         shape: [d_out, d_in].
-        adapters: parts, in order.
+        ranks: rows of the stacked A.
         cluster: blocks of a cluster.
         clusters: clusters that run at the same time.
         limit: bytes of shared memory that a block may have.
-        variant: the kernel.
         ring: units of a warp's ring.
     """
     columns = -(-rows // 8)
@@ -123,9 +93,10 @@ def decode_geometry(
     clusters = min(clusters, row_tiles)
     slice_units = -(-units // cluster)
     most_tiles = -(-row_tiles // clusters)
-    groups = _groups(row_tiles, clusters, adapters)
-    fixed = warps(columns) * ring * TILE_BYTES + variant.barriers + 16 * columns * (slice_units * COLUMNS + 8)
-    fixed += (2 * LORA_WARPS + cluster * groups) * columns * _FRAGMENT + 16 * columns * (groups * ROWS + 8)
+    groups = -(-ranks // ROWS)
+    chunks = max(1, min(_CHUNKS // cluster, clusters // max(1, groups), 2 * (units // cluster)))
+    fixed = warps(columns) * ring * TILE_BYTES + 16 * columns * (slice_units * COLUMNS + 8)
+    fixed += (warps(columns) + LORA_WARPS) * columns * _FRAGMENT + 16 * columns * (groups * ROWS + 8)
 
     for rounds in range(1, most_tiles + 1):
         round_tiles = -(-most_tiles // rounds)
@@ -144,6 +115,7 @@ def decode_geometry(
                 round_tiles=round_tiles,
                 rank_slots=slots,
                 groups=groups,
+                chunks=chunks,
                 ring=ring,
                 shared=shared,
             )
@@ -151,13 +123,7 @@ def decode_geometry(
 
 
 def best_geometry(
-    rows: int,
-    shape: tuple[int, int],
-    adapters: Sequence[Adapter],
-    *,
-    clusters: Callable[[int], int],
-    limit: int,
-    variant: Variant = RING,
+    rows: int, shape: tuple[int, int], ranks: int, *, clusters: Callable[[int], int], limit: int
 ) -> Geometry | None:
     """Of the cluster sizes that fit, the one whose busiest block reads least.
 
@@ -168,10 +134,8 @@ def best_geometry(
     for cluster in (8, 4, 2, 1):
         if (count := clusters(cluster)) > 0:
             tried = (
-                decode_geometry(
-                    rows, shape, adapters, cluster=cluster, clusters=count, limit=limit, variant=variant, ring=ring
-                )
-                for ring in variant.rings
+                decode_geometry(rows, shape, ranks, cluster=cluster, clusters=count, limit=limit, ring=ring)
+                for ring in _RINGS
             )
             found += [geometry for geometry in tried if geometry is not None][:1]
     return min(found, key=Geometry.cost, default=None)
@@ -183,16 +147,6 @@ def _share(index: int, of: int, total: int) -> int:
 
 def _holder(element: int, of: int, total: int) -> int:
     return ((element + 1) * of - 1) // total
-
-
-def _groups(row_tiles: int, clusters: int, adapters: Sequence[Adapter]) -> int:
-    """Groups of 16 adapter rows that the neediest cluster reads."""
-    most = 0
-    for cluster in range(clusters):
-        start, stop = ROWS * _share(cluster, clusters, row_tiles), ROWS * _share(cluster + 1, clusters, row_tiles)
-        needed = [part for part in adapters if part.row_start < stop and part.row_stop > start]
-        most = max(most, sum(-(-part.rank // ROWS) for part in needed))
-    return most
 
 
 def _rank_slots(tiles: int, units: int, cluster: int, main_warps: int) -> int:

@@ -15,7 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from qerl.formats import PackedWeight
 from qerl.kernels.cuda import Kernel, Launch, architecture, compile_cuda, multiprocessors, shared_memory_limit
-from qerl.kernels.fp4_linear.geometry import Adapter, Geometry, Variant
+from qerl.kernels.fp4_linear.geometry import Geometry
 
 SCALE_BASE = 0x70007000
 """What the kernels add to the bits of two scales; see `expand_scales` in cuda/tile.cuh."""
@@ -23,6 +23,9 @@ SCALE_BASE = 0x70007000
 
 COUNTERS = 16384
 """Output tiles of which a kernel may count the parts."""
+
+DECODE_COUNTERS = COUNTERS - 8
+"""The first of two that the decode kernel counts pieces of h with."""
 
 
 class Workspace:
@@ -32,8 +35,8 @@ class Workspace:
         self.device = device
         self.multiprocessors = multiprocessors(device)
         self.shared_limit = shared_memory_limit(device)
-        self.geometries: dict[tuple[int, tuple[int, int], tuple[Adapter, ...], Variant], Geometry | None] = {}
-        """What the decode kernel chose, by the eights of rows of x, the weight's shape, the adapters and the kernel."""
+        self.geometries: dict[tuple[int, tuple[int, int], int], Geometry | None] = {}
+        """What the decode kernel chose, by the eights of rows of x, the weight's shape and the rows of the stacked A."""
         self._scratch: Tensor | None = None
         self._counters: Tensor | None = None
         self._alphas: WeakIdKeyDictionary = WeakIdKeyDictionary()

@@ -3,26 +3,45 @@
 // A cluster of CLUSTER blocks takes a contiguous run of row tiles; block `rank` of it takes a slice of the inputs, whose x stays
 // in shared memory for the whole launch. The tiles of a round are one flat list of units; every main warp streams an
 // equal share of it through a private ring of asynchronous copies, without any barrier. A warp that ends its part of a row tile
-// pushes the partial sum into the shared memory of the block that finishes this tile; after one cluster barrier a round,
-// that block adds them in the order of the inputs.
+// pushes the partial sum into the shared memory of the block that finishes this tile; their bytes
+// count at a barrier there, and when all have come, that block adds them in the order of the inputs.
 //
-// Meanwhile four more warps do the adapters: h = A x of the parts that the cluster's rows need, each block from its slice of x, the
-// partial sums pushed to every block of the cluster; then bias + scale * B h for the row tiles that this block will finish.
+// Adapters: h = A x is made once for all blocks. Each has a few rows of A and a run of its slice of the inputs, loaded while x was not there yet; the
+// partial sums go through global memory, where a counter tells when all are there. Four more warps wait for that while the others stream, and
+// make bias + scale * B h for the row tiles that their block will finish. All blocks run at the same time.
 //
 // Compile-time: NT (columns of 8 rows of x), WARPS (main warps), STAGES (depth of a ring, even), CLUSTER.
 
 constexpr int RING_BYTES = STAGES * TILE_BYTES;
 
-// Writes to the same place in the shared memory of block `rank` of the cluster.
-__device__ __forceinline__ void push(float4* place, int rank, float4 v) {
+// Writes to the same place in the shared memory of block `rank` of the cluster, where the bytes count at `barrier`.
+__device__ __forceinline__ void push(float4* place, int rank, float4 v, u64* barrier) {
 #if CLUSTER > 1
-  u32 address;
+  u32 address, count;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(smem_address(place)), "r"(rank));
-  asm volatile("st.shared::cluster.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(address), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w)
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(count) : "r"(smem_address(barrier)), "r"(rank));
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1,%2,%3,%4}, [%5];" ::"r"(address),
+               "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(count)
                : "memory");
 #else
   *place = v;
 #endif
+}
+
+// Bytes of the partial sums that this block is sent in a round of `tiles` row tiles; the lanes of a warp share the count.
+__device__ int round_bytes(const DecodeParams& p, const Work& w, int tiles, int lane) {
+  const int first = share(w.rank, CLUSTER, tiles), last = share(w.rank + 1, CLUSTER, tiles);
+  int slots = 0;
+#pragma unroll 1
+  for (int i = lane; i < (last - first) * CLUSTER; i += 32) {
+    const int rank = i % CLUSTER, tile = first + i / CLUSTER;
+    const int slice = share(rank + 1, CLUSTER, p.units) - share(rank, CLUSTER, p.units);
+    const int total = tiles * slice, active = min(WARPS, total);
+    slots += 1 + holder((tile + 1) * slice - 1, active, total) - holder(tile * slice, active, total);
+  }
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) slots += __shfl_xor_sync(0xffffffffu, slots, step);
+  return slots * NT * 512;
 }
 
 __device__ void load_x(const DecodeParams& p, const Shared& s, const Work& w, int thread) {
@@ -44,89 +63,110 @@ __device__ void load_x(const DecodeParams& p, const Shared& s, const Work& w, in
   copy_async_wait<0>();
 }
 
-// h = A x of the needed parts: two groups of 16 adapter rows at a time, this block's slice of the inputs, pushed to the cluster.
-template <bool VECTORS>
-__device__ void shrink(const DecodeParams& p, const Shared& s, const Work& w, int thread) {
-  constexpr int STEPS = 2;  // loads of so many steps are under way together
-  const int lane = thread & 31, warp = thread >> 5, g = lane >> 2, t = lane & 3;
-  // Halves of a unit, 32 inputs each.
-  const int from = share(warp, LORA_WARPS, 2 * w.slice_units), to = share(warp + 1, LORA_WARPS, 2 * w.slice_units);
-  int group = 0;
-  for (int q = 0; q < p.parts; ++q) {
-    const Part& part = p.part[q];
-    if (!part_needed(part, w.tile_start, w.tile_stop)) continue;
-    for (int first = 0; first < part.rank; first += 32) {
-      const u16* row = p.a + static_cast<long long>(part.rank_start + first + g) * p.k;
-      const long long eight = 8ll * p.k;
-      float c[2][NT][4] = {};
-#pragma unroll 1
-      for (int step = from; step < to; step += STEPS) {
-        uint4 a[STEPS][4];
+// 16 rows of A and a run of halves of a unit, 32 inputs each, of this block's slice: one piece of h = A x. The clusters share out the pieces.
+struct Piece {
+  int group, chunk, from, to;
+};
+
+__device__ __forceinline__ Piece piece_of(const DecodeParams& p, const Work& w, int index) {
+  const int chunk = index / p.groups;
+  return {index - chunk * p.groups, chunk, share(chunk, p.chunks, 2 * w.slice_units), share(chunk + 1, p.chunks, 2 * w.slice_units)};
+}
+
+// HALVES halves of a unit of the rows of A, from half `from` on.
+__device__ __forceinline__ void load_a(const DecodeParams& p, const Work& w, int group, int from, int to, int lane, uint4 (&a)[HALVES][2]) {
+  const int first = 16 * group + (lane >> 2), column = w.first_unit * 64 + from * 32 + 8 * (lane & 3);
+  const u16* row = p.a + static_cast<long long>(first) * p.k;
+  const u16* next = row + 8ll * p.k;
+  if (p.vectors) {
 #pragma unroll
-        for (int j = 0; j < STEPS; ++j)
+    for (int j = 0; j < HALVES; ++j) {
+      const int k = column + 32 * j;
+      const bool inside = from + j < to && k < p.k;
+      a[j][0] = a[j][1] = make_uint4(0, 0, 0, 0);
+      if (inside && first < p.ranks) a[j][0] = load_once_16(row + k);
+      if (inside && first + 8 < p.ranks) a[j][1] = load_once_16(next + k);
+    }
+  } else {
 #pragma unroll
-          for (int i = 0; i < 4; ++i)
-            a[j][i] = load_adapter<VECTORS>(p, row + i * eight, w.first_unit * 64 + (step + j) * 32 + 8 * t,
-                                            step + j < to && first + g + 8 * i < part.rank);
-#pragma unroll
-        for (int j = 0; j < STEPS; ++j) {
-          if (step + j >= to) break;
-#pragma unroll
-          for (int n = 0; n < NT; ++n) {
-            const uint4 b = *reinterpret_cast<const uint4*>(s.x + (8 * n + g) * s.stride + (step + j) * 32 + 8 * t);
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-              const u32 near[4] = {a[j][2 * i].x, a[j][2 * i + 1].x, a[j][2 * i].y, a[j][2 * i + 1].y};
-              const u32 far[4] = {a[j][2 * i].z, a[j][2 * i + 1].z, a[j][2 * i].w, a[j][2 * i + 1].w};
-              mma_m16n8k16(c[i][n], near, b.x, b.y);
-              mma_m16n8k16(c[i][n], far, b.z, b.w);
-            }
-          }
-        }
-      }
-#pragma unroll
-      for (int i = 0; i < 2; ++i)
-#pragma unroll
-        for (int n = 0; n < NT; ++n)
-          s.local[((warp * 2 + i) * NT + n) * 32 + lane] = make_float4(c[i][n][0], c[i][n][1], c[i][n][2], c[i][n][3]);
-      lora_sync();
-      const int count = first + 16 < part.rank ? 2 : 1;
-      for (int i = thread; i < count * NT * 32; i += LORA_THREADS) {
-        float4 sum = s.local[i];
-#pragma unroll
-        for (int other = 1; other < LORA_WARPS; ++other) add(sum, s.local[other * 2 * NT * 32 + i]);
-#pragma unroll
-        for (int rank = 0; rank < CLUSTER; ++rank) push(s.sums + (w.rank * p.groups + group) * NT * 32 + i, rank, sum);
-      }
-      lora_sync();
-      group += count;
+    for (int j = 0; j < HALVES; ++j) {
+      const int k = column + 32 * j;
+      a[j][0] = from + j < to && first < p.ranks ? load_row_8(row, k, p.k, false) : make_uint4(0, 0, 0, 0);
+      a[j][1] = from + j < to && first + 8 < p.ranks ? load_row_8(next, k, p.k, false) : make_uint4(0, 0, 0, 0);
     }
   }
 }
 
-// Waits for the partial sums of h from all blocks, adds them in order and rounds: bfloat16 in shared memory.
-__device__ void gather_h(const DecodeParams& p, const Shared& s, const Work& w, u64* arrived, int thread) {
-#if CLUSTER > 1
-  if (thread < CLUSTER) {
-    u32 address;
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(smem_address(arrived)), "r"(thread));
-    asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(address) : "memory");
-  }
-  u32 done;
-  do {
-    asm volatile(
-        "{\n.reg .pred p;\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], 0;\nselp.u32 %0, 1, 0, p;\n}"
-        : "=r"(done)
-        : "r"(smem_address(arrived))
-        : "memory");
-  } while (!done);
-#endif
-  const int fragments = p.groups * NT * 32;
-  for (int i = thread; i < fragments; i += LORA_THREADS) {
-    const int group = i / (NT * 32), n = (i / 32) % NT, lane = i & 31, g = lane >> 2, t = lane & 3;
-    float4 sum = make_float4(0, 0, 0, 0);
+// This block's pieces of h: all warps multiply, the adapters' warps add up and write to global memory. `a` holds what the first piece begins with.
+__device__ __forceinline__ void shrink(const DecodeParams& p, const Shared& s, const Work& w, int cluster, int clusters, uint4 (&a)[HALVES][2],
+                                       int warp, int lane) {
+  const int g = lane >> 2, t = lane & 3, pieces = p.groups * p.chunks;
+  for (int index = cluster; index < pieces; index += clusters) {
+    const Piece piece = piece_of(p, w, index);
+    const int halves = piece.to - piece.from;
+    int step = piece.from + share(warp, WARPS + LORA_WARPS, halves);
+    const int to = piece.from + share(warp + 1, WARPS + LORA_WARPS, halves);
+    if (index > cluster) load_a(p, w, piece.group, step, to, lane, a);
+    float c[NT][4] = {};
+#pragma unroll 1
+    while (step < to) {
 #pragma unroll
-    for (int rank = 0; rank < CLUSTER; ++rank) add(sum, s.sums[rank * fragments + i]);
+      for (int j = 0; j < HALVES; ++j) {
+        if (step + j >= to) break;
+        const u32 near[4] = {a[j][0].x, a[j][1].x, a[j][0].y, a[j][1].y};
+        const u32 far[4] = {a[j][0].z, a[j][1].z, a[j][0].w, a[j][1].w};
+#pragma unroll
+        for (int n = 0; n < NT; ++n) {
+          const uint4 b = *reinterpret_cast<const uint4*>(s.x + (8 * n + g) * s.stride + (step + j) * 32 + 8 * t);
+          mma_m16n8k16(c[n], near, b.x, b.y);
+          mma_m16n8k16(c[n], far, b.z, b.w);
+        }
+      }
+      step += HALVES;
+      if (step < to) load_a(p, w, piece.group, step, to, lane, a);
+    }
+    if (index > cluster) asm volatile("bar.sync 3, %0;" ::"n"(THREADS) : "memory");  // the last piece's shares have been read
+#pragma unroll
+    for (int n = 0; n < NT; ++n) s.local[(warp * NT + n) * 32 + lane] = make_float4(c[n][0], c[n][1], c[n][2], c[n][3]);
+    if (warp < WARPS) {
+      asm volatile("bar.arrive 2, %0;" ::"n"(THREADS) : "memory");
+    } else {
+      asm volatile("bar.sync 2, %0;" ::"n"(THREADS) : "memory");
+      float4* target = p.partials + ((w.rank * p.chunks + piece.chunk) * p.groups + piece.group) * NT * 32;
+      for (int i = 32 * (warp - WARPS) + lane; i < NT * 32; i += LORA_THREADS) {
+        float4 sum = s.local[i];
+#pragma unroll
+        for (int other = 1; other < WARPS + LORA_WARPS; ++other) add(sum, s.local[other * NT * 32 + i]);
+        store_global_16(target + i, sum);
+      }
+    }
+  }
+}
+
+// Tells all blocks that this block's pieces are written, waits for theirs, adds the ones that this cluster's rows need in order and rounds: h,
+// bfloat16 in shared memory. The last block to have read leaves zeros in the counters for the next kernel, which waits for the end of this one.
+__device__ void gather_h(const DecodeParams& p, const Shared& s, const Work& w, int cluster, int clusters, int thread) {
+  const int pieces = p.groups * p.chunks, mine = cluster < pieces ? (pieces - cluster + clusters - 1) / clusters : 0;
+  fence_device();
+  lora_sync();
+  if (thread == 0) {
+    if (mine > 0) add_relaxed(p.counters, mine);
+    while (load_acquire(p.counters) < static_cast<u32>(CLUSTER * pieces)) {
+    }
+  }
+  lora_sync();
+  for (int i = thread; i < p.groups * NT * 32; i += LORA_THREADS) {
+    const int group = i / (NT * 32), n = (i / 32) % NT, lane = i & 31, g = lane >> 2, t = lane & 3;
+    bool needed = false;
+    for (int q = 0; q < p.parts; ++q) {
+      const Part& part = p.part[q];
+      if (part.rank_start < 16 * group + 16 && part.rank_start + part.rank > 16 * group) needed |= part_needed(part, w.tile_start, w.tile_stop);
+    }
+    if (!needed) continue;
+    float4 sum = make_float4(0, 0, 0, 0);
+    const float4* source = p.partials + i;
+#pragma unroll 8
+    for (int chunk = 0; chunk < CLUSTER * p.chunks; ++chunk) add(sum, load_global_16(source + chunk * p.groups * NT * 32));
     u16* target = s.h + (8 * n + 2 * t) * s.h_stride + 16 * group + g;
     target[0] = to_bf16(sum.x);
     target[s.h_stride] = to_bf16(sum.y);
@@ -134,6 +174,7 @@ __device__ void gather_h(const DecodeParams& p, const Shared& s, const Work& w, 
     target[s.h_stride + 8] = to_bf16(sum.w);
   }
   lora_sync();
+  if (thread == 0 && add_relaxed(p.counters + 1, 1) == gridDim.x - 1) p.counters[0] = p.counters[1] = 0;
 }
 
 __device__ __forceinline__ void start_round(const DecodeParams& p, Producer& at, const Work& w, int warp, int lane) {
@@ -154,11 +195,22 @@ __device__ __forceinline__ void produce(const DecodeParams& p, Producer& at, con
       start_round(p, at, w, warp, lane);
     }
   }
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    if (at.left > 0) {
-      copy_async_16(target + i * TILE_BYTES, at.source);
-      if (lane < 4) copy_async_16(target + i * TILE_BYTES + TILE_CODES, at.source + TILE_CODES);
+  if (at.left >= 2 && at.row_left > 2) {
+    copy_async_16(target, at.source);
+    copy_async_16(target + TILE_BYTES, at.source + TILE_BYTES);
+    if (lane < 4) {
+      copy_async_16(target + TILE_CODES, at.source + TILE_CODES);
+      copy_async_16(target + TILE_BYTES + TILE_CODES, at.source + TILE_BYTES + TILE_CODES);
+    }
+    at.left -= 2;
+    at.row_left -= 2;
+    at.source += 2 * TILE_BYTES;
+  } else {
+#pragma unroll 1
+    for (int i = min(at.left, 2); i > 0; --i) {
+      copy_async_16(target, at.source);
+      if (lane < 4) copy_async_16(target + TILE_CODES, at.source + TILE_CODES);
+      target += TILE_BYTES;
       --at.left;
       u32 step = TILE_BYTES;
       if (--at.row_left == 0) {
@@ -191,8 +243,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode(const __grid_con
   s.slots = reinterpret_cast<float4*>(next), next += CLUSTER * p.rank_slots * NT * 512;
   s.extra = reinterpret_cast<float4*>(next), next += share_tiles * NT * 512;
   s.factor = reinterpret_cast<float*>(next), next += share_tiles * 64;
-  s.local = reinterpret_cast<float4*>(next), next += LORA_WARPS * 2 * NT * 512;
-  s.sums = reinterpret_cast<float4*>(next), next += CLUSTER * p.groups * NT * 512;
+  s.local = reinterpret_cast<float4*>(next), next += (WARPS + LORA_WARPS) * NT * 512;
   s.x = reinterpret_cast<u16*>(next), next += COLUMNS * s.stride * 2;
   s.h = reinterpret_cast<u16*>(next);
 
@@ -202,8 +253,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode(const __grid_con
   const u32 row_jump = (p.units - w.slice_units + 1) * TILE_BYTES;
 #if CLUSTER > 1
   if (thread == 32 * WARPS) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(smem_address(&arrived)), "r"(CLUSTER) : "memory");
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    barrier_init(&arrived, 1);
+    barrier_inits_visible();
   }
 #endif
   cluster_arrive();
@@ -212,21 +263,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode(const __grid_con
     start_round(p, at, w, warp, lane);
 #pragma unroll 1
     for (int i = 0; i < STAGES - 2; i += 2) produce(p, at, w, ring + i * TILE_BYTES + 16 * lane, row_jump, warp, lane);
-  } else {
-    const int own = thread - 32 * WARPS;
-    prefetch_adapters(p, w, own);
+  }
+  cluster_wait();
+  if (warp >= WARPS) warm_epilogue(p, w, thread - 32 * WARPS);
+  // Nor do adapters change under a kernel that lets the next one start early.
+  uint4 a[HALVES][2];
+  if (cluster < p.groups * p.chunks) {
+    const Piece piece = piece_of(p, w, cluster);
+    const int from = piece.from + share(warp, WARPS + LORA_WARPS, piece.to - piece.from);
+    load_a(p, w, piece.group, from, piece.from + share(warp + 1, WARPS + LORA_WARPS, piece.to - piece.from), lane, a);
+  }
+  if (warp >= WARPS) {
     dependencies_wait();
-    load_x(p, s, w, own);
+    load_x(p, s, w, thread - 32 * WARPS);
   }
   __syncthreads();
-  cluster_wait();
-  if (warp >= WARPS && p.parts > 0) {
-    if (p.vectors) {
-      shrink<true>(p, s, w, thread - 32 * WARPS);
-    } else {
-      shrink<false>(p, s, w, thread - 32 * WARPS);
-    }
-    gather_h(p, s, w, &arrived, thread - 32 * WARPS);
+  if (p.parts > 0) {
+    shrink(p, s, w, cluster, clusters, a, warp, lane);
+    if (warp >= WARPS) gather_h(p, s, w, cluster, clusters, thread - 32 * WARPS);
   }
 
   const u32 scale_base = p.scale_base;
@@ -234,6 +288,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode(const __grid_con
   const u32 x_row = smem_address(s.x) + ((lane & 7) * s.stride + (lane >> 3) * 8) * 2;
   const u32 codes_at = ring + 16 * lane, scales_at = ring + TILE_CODES + 8 * (lane >> 2);
   u32 stage = 0, free_stage = (STAGES - 2) * TILE_BYTES;  // offsets in the ring, of pairs of units
+  u32 parity = 0;
   for (int round = w.tile_start; round < w.tile_stop; round += p.round_tiles) {
     const int tiles = min(p.round_tiles, w.tile_stop - round);
     const int first = share(w.rank, CLUSTER, tiles), last = share(w.rank + 1, CLUSTER, tiles);
@@ -250,20 +305,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode(const __grid_con
       while (left > 0) {
         copy_async_wait<STAGES / 2 - 2>();
         __syncwarp();
-        uint4 codes[2];
-        uint2 scales[2];
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          codes[i] = load_shared_16(codes_at + stage + i * TILE_BYTES);
-          scales[i] = load_shared_8(scales_at + stage + i * TILE_BYTES);
-        }
         produce(p, at, w, codes_at + free_stage, row_jump, warp, lane);
         free_stage = stage;
-        stage = stage == (STAGES - 2) * TILE_BYTES ? 0 : stage + 2 * TILE_BYTES;
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          if (i == 1 && left == 0) break;
-          multiply_unit(codes[i], scales[i], x_at, x_column, scale_base, c);
+        // One copy of this body: both units of a pair, unrolled, outgrow the instruction cache.
+#pragma unroll 1
+        for (int i = min(left, 2); i > 0; --i) {
+          multiply_unit(load_shared_16(codes_at + stage), load_shared_8(scales_at + stage), x_at, x_column, scale_base, c);
+          stage += TILE_BYTES;
           x_at += 128;
           --left;
           if (--row_left == 0 || left == 0) {
@@ -272,7 +320,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode(const __grid_con
             for (int n = 0; n < NT; ++n) {
               float4 sum = make_float4(c[0][n][0], c[0][n][1], c[0][n][2], c[0][n][3]);
               if (CHAINS == 2) add(sum, make_float4(c[CHAINS - 1][n][0], c[CHAINS - 1][n][1], c[CHAINS - 1][n][2], c[CHAINS - 1][n][3]));
-              push(to.slot + n * 32, to.owner, sum);
+              push(to.slot + n * 32, to.owner, sum, &arrived);
 #pragma unroll
               for (int j = 0; j < 4; ++j) c[0][n][j] = c[CHAINS - 1][n][j] = 0;
             }
@@ -282,13 +330,30 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode(const __grid_con
             x_at = x_row;
           }
         }
+        stage = free_stage == (STAGES - 2) * TILE_BYTES ? 0 : free_stage + 2 * TILE_BYTES;
       }
     } else {
+#if CLUSTER > 1
+      // Bytes may come before they are expected: the barrier waits for this arrival.
+      if (warp == WARPS) {
+        const int bytes = round_bytes(p, w, tiles, lane);
+        if (lane == 0) barrier_expect(&arrived, bytes);
+      }
+#endif
       expand(p, s, w, round + first, round + last, thread - 32 * WARPS);
     }
-    cluster_sync();
+    __syncthreads();
+#if CLUSTER > 1
+    barrier_wait(smem_address(&arrived), parity);
+#endif
     finish(p, s, round, tiles, first, last, warp, lane);
-    // The next round writes to the same places.
-    if (round + p.round_tiles < w.tile_stop) cluster_sync();
+    const int following = round + p.round_tiles;
+    if (following < w.tile_stop) {
+#if CLUSTER > 1
+      parity ^= 1;
+#endif
+      // The next round writes to the same places.
+      cluster_sync();
+    }
   }
 }

@@ -1,10 +1,14 @@
 // What the decode kernels have in common: the call, shared memory, adapters' expansion, products of a unit, and the
-// reduction at the end of a round. They differ in what moves the bytes.
+// reduction at the end of a round.
 
 constexpr int LORA_WARPS = 4;
 constexpr int LORA_THREADS = 32 * LORA_WARPS;
 constexpr int THREADS = 32 * WARPS + LORA_THREADS;
 constexpr int COLUMNS = 8 * NT;
+// Halves of a unit of A that are under way to a warp together.
+constexpr int HALVES = 4;
+// Most lines of B that are brought into the L1 cache ahead.
+constexpr int WARM_LINES = 128;
 // Independent accumulators of one output, so that one product need not wait for the last.
 constexpr int CHAINS = NT <= 2 ? 2 : 1;
 
@@ -15,8 +19,11 @@ struct DecodeParams {
   const u16* bias;
   const float* global_scale;
   const u16* a;
+  float4* partials;  // [CLUSTER * chunks][groups][NT][32]
+  u32* counters;     // two zeros
   int m, n, k, units, row_tiles;
-  int round_tiles, slice_units, rank_slots, groups;
+  int round_tiles, slice_units, rank_slots, ranks;
+  int groups, chunks, unused;  // 16 rows of A, and runs of a slice of the inputs: pieces of h
   int segments, parts, float_out, vectors;
   u32 scale_base;  // 0x70007000
   int segment_stop[4];
@@ -28,8 +35,7 @@ struct Shared {
   float4* slots;   // [CLUSTER][rank_slots][NT][32]: partial sums of the tiles that this block finishes
   float4* extra;   // [tiles of this block's share of a round][NT][32]: bias + adapters
   float* factor;   // [tiles of this block's share of a round][16]: lift / G
-  float4* local;   // [LORA_WARPS][2][NT][32]
-  float4* sums;    // [CLUSTER][groups][NT][32]: partial sums of h
+  float4* local;   // [WARPS + LORA_WARPS][NT][32]: shares of a piece of h
   u16* h;          // [COLUMNS][h_stride]
   int stride, h_stride;
 };
@@ -79,7 +85,36 @@ __device__ __forceinline__ void dependents_may_start() {
 #endif
 }
 
-__device__ __forceinline__ void prefetch(const void* pointer) { asm volatile("prefetch.global.L2 [%0];" ::"l"(pointer)); }
+// Memory that blocks share: written for all of the device, read from the L2 cache.
+__device__ __forceinline__ void store_global_16(float4* place, float4 v) {
+  asm volatile("st.global.cg.v4.f32 [%0], {%1,%2,%3,%4};" ::"l"(place), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
+}
+
+__device__ __forceinline__ float4 load_global_16(const float4* place) {
+  float4 v;
+  asm volatile("ld.global.cg.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(place));
+  return v;
+}
+
+__device__ __forceinline__ void fence_device() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
+
+__device__ __forceinline__ u32 add_relaxed(u32* counter, u32 value) {
+  u32 before;
+  asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(value) : "memory");
+  return before;
+}
+
+__device__ __forceinline__ u32 load_acquire(const u32* counter) {
+  u32 value;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(counter) : "memory");
+  return value;
+}
+
+// Reads two bytes, so that their line is in the L1 cache.
+__device__ __forceinline__ void warm(const void* pointer) {
+  u16 unused;
+  asm volatile("ld.global.u16 %0, [%1];" : "=h"(unused) : "l"(pointer));
+}
 
 __device__ __forceinline__ void lora_sync() { asm volatile("bar.sync 1, %0;" ::"n"(LORA_THREADS) : "memory"); }
 
@@ -96,32 +131,19 @@ __device__ __forceinline__ bool part_needed(const Part& part, int tile_start, in
 
 // ---- Adapter warps; `thread` counts them from 0.
 
-// Brings what the adapters will read into the L2 cache, where it stays coherent whatever ran before.
-__device__ void prefetch_adapters(const DecodeParams& p, const Work& w, int thread) {
+// Brings what `expand` will read first into the L1 cache.
+__device__ void warm_epilogue(const DecodeParams& p, const Work& w, int thread) {
+  const int tiles = min(p.round_tiles, w.tile_stop - w.tile_start);
+  const int start = 16 * (w.tile_start + share(w.rank, CLUSTER, tiles)), stop = 16 * (w.tile_start + share(w.rank + 1, CLUSTER, tiles));
+  if (thread < p.segments) warm(p.global_scale + thread);
+  if (p.bias != nullptr && start + 32 * thread < min(stop, p.n)) warm(p.bias + start + 32 * thread);
   for (int q = 0; q < p.parts; ++q) {
     const Part& part = p.part[q];
-    if (!part_needed(part, w.tile_start, w.tile_stop)) continue;
-    for (int i = thread; i < part.rank * w.slice_units; i += LORA_THREADS) {
-      const int row = i / w.slice_units, column = (w.first_unit + i - row * w.slice_units) * 64;
-      if (column < p.k) prefetch(p.a + static_cast<long long>(part.rank_start + row) * p.k + column);
-    }
-    const int first = max(16 * w.tile_start, part.row_start), last = min(16 * w.tile_stop, part.row_stop);
+    const int first = max(start, part.row_start), last = min(stop, part.row_stop);
     const long long from = static_cast<long long>(first - part.row_start) * part.rank;
-    const long long elements = static_cast<long long>(last - first) * part.rank;
-    for (long long i = 64ll * (w.rank * LORA_THREADS + thread); i < elements; i += 64ll * CLUSTER * LORA_THREADS)
-      prefetch(part.b + from + i);
+    const int elements = min((last - first) * part.rank, WARM_LINES * 64);
+    for (int i = 64 * thread; i < elements; i += 64 * LORA_THREADS) warm(part.b + from + i);
   }
-}
-
-// Eight values of a row of A, zeros beyond its end and for rows that are not there.
-template <bool VECTORS>
-__device__ __forceinline__ uint4 load_adapter(const DecodeParams& p, const u16* row, int column, bool inside) {
-  if (VECTORS) {
-    uint4 v = make_uint4(0, 0, 0, 0);
-    if (inside && column < p.k) v = __ldg(reinterpret_cast<const uint4*>(row + column));
-    return v;
-  }
-  return inside ? load_row_8(row, column, p.k, false) : make_uint4(0, 0, 0, 0);
 }
 
 // bias + scale * B h, and lift / G, of the row tiles [first, last), one row tile a warp at a time.
@@ -142,12 +164,8 @@ __device__ void expand(const DecodeParams& p, const Shared& s, const Work& w, in
     float4 out[NT];
 #pragma unroll
     for (int n = 0; n < NT; ++n) out[n] = make_float4(low, low, high, high);
-    int group = 0;
     for (int q = 0; q < p.parts; ++q) {
       const Part& part = p.part[q];
-      if (!part_needed(part, w.tile_start, w.tile_stop)) continue;
-      const int h_start = 16 * group;
-      group += (part.rank + 15) / 16;
       if (!part_needed(part, tile, tile + 1)) continue;
       const bool low_inside = row >= part.row_start && row < part.row_stop;
       const bool high_inside = row + 8 >= part.row_start && row + 8 < part.row_stop;
@@ -164,8 +182,8 @@ __device__ void expand(const DecodeParams& p, const Shared& s, const Work& w, in
         a[3] = high_inside && far ? *reinterpret_cast<const u32*>(b_high + k + 8) : 0;
 #pragma unroll
         for (int n = 0; n < NT; ++n) {
-          const u16* h = s.h + (8 * n + g) * s.h_stride + h_start + k;
-          mma_m16n8k16(c[n], a, *reinterpret_cast<const u32*>(h), *reinterpret_cast<const u32*>(h + 8));
+          const u16* h = s.h + (8 * n + g) * s.h_stride + part.rank_start + k;
+          mma_m16n8k16(c[n], a, near ? *reinterpret_cast<const u32*>(h) : 0, far ? *reinterpret_cast<const u32*>(h + 8) : 0);
         }
       }
 #pragma unroll

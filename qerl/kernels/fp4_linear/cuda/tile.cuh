@@ -76,6 +76,19 @@ __device__ __forceinline__ uint2 load_shared_8(u32 address) {
   return v;
 }
 
+// Loads of what nobody reads again.
+__device__ __forceinline__ uint4 load_once_16(const void* pointer) {
+  uint4 v;
+  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(pointer));
+  return v;
+}
+
+__device__ __forceinline__ uint2 load_once_8(const void* pointer) {
+  uint2 v;
+  asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(pointer));
+  return v;
+}
+
 __device__ __forceinline__ void copy_async_16(u32 shared, const void* global) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
 }
