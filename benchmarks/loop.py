@@ -4,8 +4,9 @@
 
 Trains ``configs/gsm8k_05b_nvfp4_aqn.yaml`` (32 prompts x 8 answers of at most 512 tokens, NVFP4, rank 32, AQN) on a folder that is made
 for it: a Qwen2.5 of the given size with random weights, a tokenizer of as many words, questions of about 90 words. So many tokens
-end an answer that the mean length is about 280. Nothing is learned; time and memory are those of a real run, save that random text is cheap to
-score. The first step of each noise stage captures its graphs; medians are over the others.
+end an answer that the mean length is about 280; a reward that depends on the last letters makes some 40 % of the groups mixed, which is what
+Qwen2.5-Coder-0.5B had on GSM8K (answers of other groups have no gradient and are only scored). Nothing is learned; time and memory are
+those of a real run, save that random text is cheap to judge. The first step of each noise stage captures its graphs; medians are over the others.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from qerl.train.timing import STAGES  # noqa: E402
 SETTINGS = (
     "aqn.num_stages=3", "optim.warmup_ratio=0.0", "diagnostics.every=0", "eval.before=false", "eval.after=false", "eval.every=0",
     "data.eval=null", "train.save_every=0", "train.save_adapter_every=0", "log.progress=off", "log.completions=0",
+    "reward.functions=[format]", "reward.format_pattern='[a-f]a$'",
 )  # fmt: skip
 STOPS = 400
 """Tokens that end an answer: one of about 380 of a vocabulary of 151,936."""
@@ -118,6 +120,7 @@ def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "rollout/tokens_per_second",
         "tokens/prompt",
         "tokens/completion",
+        "tokens/effective",
     ]
     found = {name: statistics.median(row[name] for row in usual) for name in names}
     return {"steps": len(usual), "fastest": min(row["time/step"] for row in usual), **found}

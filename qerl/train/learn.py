@@ -44,6 +44,8 @@ class MicroBatch:
     """Weights of the policy term; None when the configuration has none."""
     reference_N: Tensor | None
     """Log-probs of the reference; None without a KL term."""
+    teaches: bool
+    """Whether it has a gradient; what has none is scored for the metrics alone."""
 
 
 def policy_logprobs(
@@ -112,8 +114,9 @@ def learn(
     with timer.stage("logprobs"), torch.no_grad():
         prepared = [
             [
-                _with_frozen_logprobs(config, model, batch, replayed)
-                for batch in pack(part, config.pass_tokens, device, prefix_key=prefix_key)
+                _with_frozen_logprobs(config, model, batch, replayed, teaches=teaches)
+                for teaches, chosen in _by_gradient(config, part)
+                for batch in pack(chosen, config.pass_tokens, device, prefix_key=prefix_key)
             ]
             for part in minibatches
         ]
@@ -131,6 +134,10 @@ def learn(
                 optimizer.zero_grad()
                 stats.skipped_updates += 1
                 continue
+            if not any(micro.teaches for micro in micro_batches):
+                # The gradient is 0, and not missing: moments and weight decay go on.
+                for parameter in optimizer.parameters():
+                    parameter.grad = torch.zeros_like(parameter)
             norm = apply_update(optimizer, lr, config.optim.max_grad_norm)
             if math.isfinite(norm):
                 stats.add_update(norm, lr)
@@ -158,7 +165,19 @@ def _prefix_key(config: Config, device: torch.device, noise: Noise | None) -> Ca
     return (lambda key: 0) if noise is None else noise.prefix_key
 
 
-def _with_frozen_logprobs(config: Config, model: Decoder, batch: TrainBatch, noise: Noise | None) -> MicroBatch:
+def _by_gradient(config: Config, samples: Sequence[Sample]) -> list[tuple[bool, list[Sample]]]:
+    """Samples that have a gradient, and those that have none: out of the loss, or of a group without a difference (advantage exactly 0)
+    where no KL term pulls at them either."""
+
+    def teaches(sample: Sample) -> bool:
+        return sample.in_loss and (sample.advantage != 0.0 or config.objective.kl_coef > 0.0)
+
+    return [(flag, [sample for sample in samples if teaches(sample) == flag]) for flag in (True, False)]
+
+
+def _with_frozen_logprobs(
+    config: Config, model: Decoder, batch: TrainBatch, noise: Noise | None, *, teaches: bool
+) -> MicroBatch:
     temperature = config.rollout.temperature
     old_N = reference_N = importance = None
     if config.objective.denominator == "recomputed":
@@ -170,7 +189,7 @@ def _with_frozen_logprobs(config: Config, model: Decoder, batch: TrainBatch, noi
             )
     if config.objective.kl_coef > 0.0:
         reference_N, _ = policy_logprobs(model, batch, temperature, noise=None, reference=True)
-    return MicroBatch(batch=batch, old_N=old_N, importance=importance, reference_N=reference_N)
+    return MicroBatch(batch=batch, old_N=old_N, importance=importance, reference_N=reference_N, teaches=teaches)
 
 
 def _backward(
@@ -183,29 +202,31 @@ def _backward(
     *,
     on_policy: bool,
 ) -> Tensor:
-    """Adds the gradient of one micro-batch; returns its loss, detached."""
+    """Adds the gradient of one micro-batch, if it has one; returns its loss, detached."""
     settings, batch = SurrogateSettings.from_config(config.objective), micro.batch
     train = config.train
-    logprobs_N, entropy_N = policy_logprobs(
-        model,
-        batch,
-        config.rollout.temperature,
-        noise=noise,
-        # What a run decides by its plan (train.fit) is open where a mini-batch is learned without one.
-        checkpointing="none" if train.checkpointing == "auto" else train.checkpointing,
-        offload=train.activation_offloading,
-    )
-    result = surrogate(
-        logprobs_N,
-        batch.behavior_logprobs_N if micro.old_N is None else micro.old_N,
-        batch.advantages_S[batch.sequence_N],
-        token_weights(batch, settings.form.divisor, counts),
-        settings,
-        sequence_N=batch.sequence_N,
-        lengths_S=batch.answer_lengths_S,
-        importance_N=None if micro.importance is None else micro.importance.weight_N,
-        reference_N=micro.reference_N,
-    )
-    result.loss.backward()
+    with torch.set_grad_enabled(micro.teaches):
+        logprobs_N, entropy_N = policy_logprobs(
+            model,
+            batch,
+            config.rollout.temperature,
+            noise=noise,
+            # What a run decides by its plan (train.fit) is open where a mini-batch is learned without one.
+            checkpointing="none" if train.checkpointing == "auto" else train.checkpointing,
+            offload=train.activation_offloading,
+        )
+        result = surrogate(
+            logprobs_N,
+            batch.behavior_logprobs_N if micro.old_N is None else micro.old_N,
+            batch.advantages_S[batch.sequence_N],
+            token_weights(batch, settings.form.divisor, counts),
+            settings,
+            sequence_N=batch.sequence_N,
+            lengths_S=batch.answer_lengths_S,
+            importance_N=None if micro.importance is None else micro.importance.weight_N,
+            reference_N=micro.reference_N,
+        )
+    if micro.teaches:
+        result.loss.backward()
     stats.add_micro_batch(batch, logprobs_N.detach(), entropy_N.detach(), result, micro.importance, on_policy=on_policy)
     return result.loss.detach()

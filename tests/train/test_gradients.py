@@ -16,7 +16,8 @@ from qerl.model.aqn import NoiseState
 from qerl.model.checkpoint import save_adapter
 from qerl.objective.batch import Sample
 from qerl.records import Completion, Prompt
-from qerl.train.learn import learn
+from qerl.train import learn as learn_module
+from qerl.train.learn import learn, policy_logprobs
 from qerl.train.optimizer import MasterOptimizer
 from qerl.train.timing import StageTimer
 
@@ -225,6 +226,62 @@ def test_a_prompt_computed_once_for_its_group_gives_the_same_gradient(folder, re
     assert_same(apart, shared)
 
 
+def with_advantages(groups, change):
+    """The same answers with other advantages: ``change`` of group and answer index, None to leave one as it is."""
+    return [
+        [
+            answer if (value := change(i, j)) is None else replace(answer, advantage=value)
+            for j, answer in enumerate(group)
+        ]
+        for i, group in enumerate(groups)
+    ]
+
+
+@pytest.mark.parametrize("kind", ["dapo", "grpo", "gspo", "cispo"])
+@pytest.mark.parametrize("kl", [0.0, 0.1])
+def test_answers_without_a_gradient_are_scored_and_not_learned_from(folder, monkeypatch, kind, kl):
+    """A group of equal rewards and an answer out of the loss, against advantages too small to count."""
+    model = load_tiny(folder, lora=LORA, keep_reference_norms=True)
+    randomize_adapters(model)
+    passes = []
+
+    def recorded(model, batch, *arguments, reference=False, **keywords):
+        if not reference:
+            passes.append((torch.is_grad_enabled(), batch.sample_keys_S.tolist()))
+        return policy_logprobs(model, batch, *arguments, reference=reference, **keywords)
+
+    monkeypatch.setattr(learn_module, "policy_logprobs", recorded)
+    groups = grouped()
+    groups[0][1] = replace(groups[0][1], in_loss=False)
+    settings = (f"objective.type={kind}", f"objective.kl_coef={kl}")
+    loss, found = our_gradients(model, with_advantages(groups, lambda i, j: 0.0 if i == 2 else None), *settings)
+    assert passes == ([(True, [0, 2, 4]), (False, [1, 8, 9, 10, 11])] if kl == 0 else [(True, [0, 2, 4, 8, 9, 10, 11]), (False, [1])])  # fmt: skip
+    whole_loss, whole = our_gradients(model, with_advantages(groups, lambda i, j: 1e-25 if i == 2 else None), *settings)
+    assert loss == pytest.approx(whole_loss, rel=1e-5, abs=1e-8)
+    assert_same(whole, found)
+
+
+def test_a_mini_batch_without_a_gradient_is_an_update_by_zeros(folder):
+    """Moments and weight decay go on, as after a gradient that is next to nothing."""
+    results = []
+    for last in (0.0, 1e-30):
+        model = load_tiny(folder, lora=LORA)
+        randomize_adapters(model)
+        config = load_config(None, ["optim.lr=1e-2", "optim.weight_decay=0.1", "rollout.max_prompt_tokens=8", "rollout.max_new_tokens=12"])  # fmt: skip
+        optimizer = MasterOptimizer(model.trainable_parameters(), config.optim)
+        for groups in (grouped(), with_advantages(grouped(), lambda i, j, last=last: last)):
+            stats = learn(config, model, optimizer, groups, noise=None, completed=0, timer=StageTimer())
+        results.append(
+            (stats.metrics(), {name: p.detach().clone() for name, p in model.trainable_parameters().items()})
+        )
+    (metrics, values), (expected, parameters) = results
+    assert metrics["updates"] == 1 and metrics["grad_norm"] == 0.0
+    for name in ("entropy", "ratio/mean", "clip_ratio/low_mean", "mismatch_kl"):
+        assert metrics[name] == pytest.approx(expected[name], rel=1e-6, abs=1e-9)
+    for name, value in values.items():
+        torch.testing.assert_close(value, parameters[name], rtol=1e-6, atol=1e-8)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("variant", ["qwen3-wide-heads", "qwen2-untied-theta"])
 def test_on_a_gpu_shared_prompts_are_as_near_to_the_exact_gradient_as_prompts_apart(tmp_path, variant):
@@ -235,7 +292,8 @@ def test_on_a_gpu_shared_prompts_are_as_near_to_the_exact_gradient_as_prompts_ap
     def gradients(device, dtype, *overrides):
         model = load_tiny(tmp_path, lora=LORA, device=device, dtype=dtype)
         randomize_adapters(model)
-        found = our_gradients(model, grouped(), *settings, *overrides)[1]
+        groups = with_advantages(grouped(), lambda i, j: 0.0 if i == 1 else None)
+        found = our_gradients(model, groups, *settings, *overrides)[1]
         return torch.cat([gradient.double().cpu().flatten() for gradient in found.values()])
 
     exact = gradients("cpu", torch.float32, "train.share_prompts=false")
