@@ -77,6 +77,39 @@ def test_the_rollout_benchmark_runs_in_toy_shapes(tmp_path):
     assert "an earlier run" in content["anchors"]["source"]
 
 
+def test_greedy_answers_leave_those_of_transformers_in_bfloat16_only(tmp_path):
+    out = tmp_path / "divergence.json"
+    command = [
+        sys.executable,
+        "-m",
+        "qerl",
+        "bench",
+        "divergence",
+        "--prompts",
+        "24",
+        "--answer",
+        "32",
+        "--device",
+        "cpu",
+    ]
+    result = subprocess.run([*command, "--out", str(out)], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    rough, exact = json.loads(out.read_text())["rows"]
+    assert exact["answers_that_diverge"] == 0
+    assert exact["tokens"] > 100
+    assert rough["divergences_per_1000_tokens"] < 50
+    assert (rough["gap_largest"] or 0) < 0.2, "only nearly equal tokens change places"
+
+
+def test_rounding_of_keys_and_values_is_compared_by_format(tmp_path):
+    out = tmp_path / "kv_formats.json"
+    command = [sys.executable, "-m", "qerl", "bench", "kv_formats", "demo", "--out", str(out)]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    kl = {row["format"]: row["kl"] for row in json.loads(out.read_text())["rows"]}
+    assert 0 < kl["bfloat16"] < kl["fp8_values"] < kl["fp8"]
+
+
 def test_a_benchmark_that_does_not_exist_is_refused_with_the_nearest_name():
     result = CliRunner().invoke(app, ["bench", "stepp"])
     assert result.exit_code == 2
