@@ -40,6 +40,8 @@ FEW_ROWS = (1, 8, 64, 256, 2048)
 RANK_ROWS = (8, 64)
 CACHE_BYTES = 60e6
 LARGEST_ERROR = 3.5e-3
+MOST_CHECKED = 640
+"""Rows of x of a check, at most; all regimes are below it."""
 # Base weights alone, milliseconds a layer, by rows of x: humming-kernels 0.1.19 on another H200, in a run of its own.
 EARLIER_HUMMING = {
     "7B": {
@@ -185,7 +187,7 @@ class Bench:
             return False
         for linear in layer(size, rank, self.device, real=True):
             exact_OI = dequantize(linear.weight, torch.float64)
-            for count in sorted({min(count, 256) for count in tokens}):
+            for count in sorted({min(count, MOST_CHECKED) for count in tokens}):
                 x_TI = normal(count, linear.weight.shape[1], scale=1.0, device=self.device)
                 reference = x_TI.double() @ exact_OI.T
                 if linear.bias_O is not None:
