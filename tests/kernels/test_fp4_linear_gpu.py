@@ -142,8 +142,8 @@ def test_adapters_as_columns_of_the_large_product_in_several_runs(segments, monk
     monkeypatch.setattr(dense, "_WIDE_TOKENS", 512)
     weight = weight_of(segments, 896)
     parts = adapters_of(segments, 896, 32)
-    assert dense.adapters_as_columns(FORMAT.for_device(weight), [parts[0].a_RI], bias=False)
     x = cuda(1300, 896, seed=1)
+    assert dense.adapters_as_columns(len(x), FORMAT.for_device(weight), [parts[0].a_RI], bias=False)
     with torch.no_grad():
         y = fp4_linear(x, FORMAT.for_device(weight), None, parts)
     check(y, x, weight, None, parts, once=False)
@@ -245,6 +245,7 @@ def test_float32_logits_of_a_packed_head():
 def test_gradients_agree_with_float64(rows, segments, d_in, monkeypatch):
     """Adapters added to the product, and joined to it as rows or columns in runs of tokens."""
     monkeypatch.setattr(dense, "_WIDE_TOKENS", 512)
+    monkeypatch.setattr(dense, "_PREPARATION", 0)
     weight = weight_of(segments, d_in)
     parts = adapters_of(segments, d_in, 16)
     leaves = [cuda(rows, d_in, seed=5), parts[0].a_RI, *(part.b_OR for part in parts)]

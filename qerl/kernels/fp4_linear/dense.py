@@ -26,6 +26,7 @@ from qerl.formats import PackedWeight, get_format
 from qerl.formats.tiles import ROWS
 from qerl.kernels.cuda import Launch
 from qerl.kernels.fp4_linear.adapter import Placement
+from qerl.kernels.fp4_linear.shrink import MOST_ROWS, shrink
 from qerl.kernels.fp4_linear.workspace import SCALE_BASE, compiled, workspace
 
 _BLOCKS_A_MULTIPROCESSOR = 8
@@ -34,6 +35,10 @@ _WIDE_TOKENS = 8192
 """Tokens of one product with adapters as columns, at most: x is copied for it."""
 _BYTES_AN_OPERATION = 1 / 190
 """Bytes that are moved in the time of one operation of the matrix units (4.2e12 and 790e12 a second on an H200)."""
+
+
+_PREPARATION = 16_000_000
+"""Bytes that are moved in the time of the small operations that put adapters beside a weight, two more than those they save."""
 
 
 class _Params(ctypes.Structure):
@@ -57,10 +62,10 @@ def forward(
     b_OR: Sequence[Tensor],
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """(y [T, O] bfloat16, the shrunk activations x A^T [T, R] of every distinct A)."""
-    # cuBLAS cuts the long sums of so few outputs into parts, which it would round to bfloat16.
-    shrunk = tuple(torch.mm(x_TI, a.T, out_dtype=torch.float32).to(torch.bfloat16) for a in a_RI)
-    y_TO = torch.empty(x_TI.shape[0], weight.shape[0], dtype=torch.bfloat16, device=x_TI.device)
-    if adapters_as_columns(weight, a_RI, bias_O is not None):
+    tokens = x_TI.shape[0]
+    shrunk = tuple(_shrunk(x_TI, a) for a in a_RI)
+    y_TO = torch.empty(tokens, weight.shape[0], dtype=torch.bfloat16, device=x_TI.device)
+    if adapters_as_columns(tokens, weight, a_RI, bias_O is not None):
         _wide(y_TO, x_TI, weight, bias_O, placements, shrunk, b_OR)
         return y_TO, shrunk
     values_OI, alphas = values(weight)
@@ -74,16 +79,25 @@ def forward(
     return y_TO, shrunk
 
 
-def adapters_as_columns(weight: PackedWeight, a_RI: Sequence[Tensor], bias: bool) -> bool:
+def _shrunk(x_TI: Tensor, a_RI: Tensor) -> Tensor:
+    """h = x A^T [T, R], rounded to bfloat16 once: cuBLAS cuts the long sums of so few outputs into parts, which it would round too."""
+    hopper = torch.cuda.get_device_capability(x_TI.device) == (9, 0)
+    if hopper and 0 < x_TI.shape[0] <= MOST_ROWS:
+        return shrink(x_TI.contiguous(), a_RI.contiguous())
+    return torch.mm(x_TI, a_RI.T, out_dtype=torch.float32).to(torch.bfloat16)
+
+
+def adapters_as_columns(tokens: int, weight: PackedWeight, a_RI: Sequence[Tensor], bias: bool) -> bool:
     """Whether copying x and multiplying by more columns is cheaper than reading and writing the output once more (twice with a bias)."""
     (d_out, d_in), ranks = weight.shape, sum(a.shape[0] for a in a_RI)
     aligned = d_in % 8 == 0 and ranks % 8 == 0
-    return weight.order == "tiles" and aligned and _worth_more_terms(d_in, d_out, ranks, 8 if bias else 4)
+    return weight.order == "tiles" and aligned and _worth_more_terms(tokens, d_in, d_out, ranks, 8 if bias else 4)
 
 
-def _worth_more_terms(terms: int, outputs: int, ranks: int, saved: int) -> bool:
+def _worth_more_terms(tokens: int, terms: int, outputs: int, ranks: int, saved: int) -> bool:
     """For a token: `saved` bytes of every output, or its inputs are read and written and every output has `ranks` more terms."""
-    return ranks > 0 and saved * outputs > 4 * terms + 2 * ranks + 2 * outputs * ranks * _BYTES_AN_OPERATION
+    gained = saved * outputs - 4 * terms - 2 * ranks - 2 * outputs * ranks * _BYTES_AN_OPERATION
+    return ranks > 0 and tokens * gained > _PREPARATION
 
 
 def _multiply(
@@ -138,7 +152,7 @@ def input_gradient(grad_TO: Tensor, weight: PackedWeight, grad_h: Sequence[Tenso
     """dX = dY W_hat + sum of dH A [T, I], bfloat16; dequantizes again."""
     (d_out, d_in), tokens = weight.shape, grad_TO.shape[0]
     grad_TI = torch.empty(tokens, d_in, dtype=grad_TO.dtype, device=grad_TO.device)
-    if adapters_as_rows(weight, a_RI):
+    if adapters_as_rows(tokens, weight, a_RI):
         starts = list(accumulate((a.shape[0] for a in a_RI), initial=d_out))
         values_CI, ((_, alpha),) = values(weight, rows=starts[-1])
         for start, a in zip(starts, a_RI, strict=False):
@@ -157,12 +171,15 @@ def input_gradient(grad_TO: Tensor, weight: PackedWeight, grad_h: Sequence[Tenso
     return grad_TI
 
 
-def adapters_as_rows(weight: PackedWeight, a_RI: Sequence[Tensor]) -> bool:
+def adapters_as_rows(tokens: int, weight: PackedWeight, a_RI: Sequence[Tensor]) -> bool:
     """As `adapters_as_columns`, for the product with the transposed weight; its rows then have one G."""
     (d_out, d_in), ranks = weight.shape, sum(a.shape[0] for a in a_RI)
     aligned = d_out % 8 == 0 and d_in % 8 == 0 and ranks % 8 == 0
     return (
-        weight.order == "tiles" and len(weight.segments) == 1 and aligned and _worth_more_terms(d_out, d_in, ranks, 4)
+        weight.order == "tiles"
+        and len(weight.segments) == 1
+        and aligned
+        and _worth_more_terms(tokens, d_out, d_in, ranks, 4)
     )
 
 
