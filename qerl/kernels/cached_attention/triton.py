@@ -6,7 +6,7 @@ row has at most, S splits of a context.
 
 One program works on (row, key/value head, split): its G query heads stand together on the row side of the matrix product (padded
 to 16), so keys and values are read once for all of them. The new token never comes from the cache: the first split of a row rotates its
-key, stores it with its value, and begins its running sums with them. A split covers whole tiles, at least `LEAST_TILES` of them, so a
+key, stores it with its value, and adds them to its running sums at the end, when the tiles are done. A split covers whole tiles, at least `LEAST_TILES` of them, so a
 short context is one program's, and the other programs of its row end at once. Where several work, the one that ends last joins their parts, in
 the order of the context and not of time. The most splits follow from B, K and the device alone, so one captured graph serves
 every length; lengths and page numbers are read on the device. Softmax is in float32, base 2; weights are rounded to the type of the values
@@ -93,7 +93,7 @@ def cached_attention(
         k_cache_PLKd,
         v_cache_PLKd,
         rows.lengths_B,
-        table_BN,
+        rows.lengths_B if table_BN is None else table_BN,
         out_BHd,
         parts_BHSd,
         stats_BHS2,
@@ -104,7 +104,6 @@ def cached_attention(
         0 if table_BN is None else table_BN.stride(0),
         k_cache_PLKd.stride(0),
         k_cache_PLKd.stride(1),
-        rows.page_tokens,
         NORMS=norms is not None,
         KV_HEADS=kv_heads,
         GROUP=group,
@@ -113,6 +112,8 @@ def cached_attention(
         SIZE=size,
         PADDED=triton.next_power_of_2(size),
         TILE=TILE,
+        PAGED=table_BN is not None,
+        PAGE=rows.page_tokens,
         LEAST=LEAST_TILES,
         SPLIT=splits > 1,
         JOINED=_JOINED,
@@ -199,7 +200,6 @@ def _attend(
     table_stride,
     page_stride,
     token_stride,
-    page_tokens,
     NORMS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -208,6 +208,8 @@ def _attend(
     SIZE: tl.constexpr,
     PADDED: tl.constexpr,
     TILE: tl.constexpr,
+    PAGED: tl.constexpr,
+    PAGE: tl.constexpr,
     LEAST: tl.constexpr,
     SPLIT: tl.constexpr,
     JOINED: tl.constexpr,
@@ -221,15 +223,24 @@ def _attend(
     kv_head = tl.program_id(0) % KV_HEADS
     split = tl.program_id(1)
     length = tl.load(lengths_ptr + row).to(tl.int32)
-    if table_ptr is None:
-        length = tl.minimum(length, page_tokens - 1)
+    if not PAGED:
+        length = tl.minimum(length, PAGE - 1)
     tiles = tl.cdiv(length, TILE)
-    share = tl.maximum(tl.cdiv(tiles, splits), LEAST)
-    working = tl.maximum(tl.cdiv(tiles, share), 1)
-    if split >= working:
-        return
-    first = split * share
-    last = tl.minimum(first + share, tiles)
+    working = 1
+    first = 0
+    last = tiles
+    if SPLIT:
+        share = tl.maximum(tl.cdiv(tiles, splits), LEAST)
+        working = tl.maximum(tl.cdiv(tiles, share), 1)
+        if split >= working:
+            return
+        first = split * share
+        last = tl.minimum(first + share, tiles)
+    # The number of the next page is read a turn ahead, or its tile could not be on its way while this one is worked on.
+    table_ptr += row * table_stride
+    page = row
+    if PAGED:
+        page = tl.load(table_ptr + first * TILE // PAGE).to(tl.int64)
 
     member_G = tl.arange(0, SIDE)
     lane_d = tl.arange(0, PADDED)
@@ -251,42 +262,18 @@ def _attend(
     top_G = tl.full((SIDE,), float("-inf"), tl.float32)
     sum_G = tl.zeros((SIDE,), tl.float32)
     out_Gd = tl.zeros((SIDE, PADDED), tl.float32)
-    if split == 0:
-        k_from = qkv_ptr + row * qkv_stride + (KV_HEADS * GROUP + kv_head) * SIZE
-        one_d = lane_d[None, :] + tl.zeros((1, PADDED), tl.int32)
-        k_1d = tl.load(k_from + one_d, mask=inside_d[None, :], other=0.0)
-        k_swapped_1d = tl.load(k_from + swapped_d[None, :], mask=inside_d[None, :], other=0.0)
-        v_1d = tl.load(k_from + KV_HEADS * SIZE + one_d, mask=inside_d[None, :], other=0.0)
-        if NORMS:
-            k_1d, k_swapped_1d = _scaled(
-                k_1d, k_swapped_1d, k_weight_ptr, k_z_ptr, k_z_stride, row, lane_d, swapped_d, eps, SIZE
-            )
-        k_1d = (k_1d.to(tl.float32) * cos_1d + k_swapped_1d.to(tl.float32) * sin_1d).to(qkv_ptr.dtype.element_ty)
-        # What later steps will read is what this one sees.
-        k_1d, v_1d = _stored(k_1d, k_ptr.dtype.element_ty, K_FP8), _stored(v_1d, v_ptr.dtype.element_ty, V_FP8)
-        page = row
-        if table_ptr is not None:
-            page = tl.load(table_ptr + row * table_stride + length // page_tokens).to(tl.int64)
-        place_1d = page * page_stride + (length % page_tokens).to(tl.int64) * token_stride + kv_head * SIZE + one_d
-        tl.store(k_ptr + place_1d, k_1d, mask=inside_d[None, :])
-        tl.store(v_ptr + place_1d, v_1d, mask=inside_d[None, :])
-        top_G = tl.sum(q_Gd.to(tl.float32) * k_1d.to(tl.float32), 1) * scale
-        sum_G += 1.0
-        out_Gd += v_1d.to(tl.float32)
-    # The number of the next page is read a turn ahead, or its tile could not be on its way while this one is worked on.
-    page = row
-    if table_ptr is not None:
-        page = tl.load(table_ptr + row * table_stride + first * TILE // page_tokens, mask=first < last, other=0).to(
-            tl.int64
-        )
+    one_d = lane_d[None, :] + tl.zeros((1, PADDED), tl.int32)
+    there_1d = inside_d[None, :]
+    k_from = qkv_ptr + row * qkv_stride + (KV_HEADS * GROUP + kv_head) * SIZE
+    k_1d = tl.load(k_from + one_d, mask=there_1d, other=0.0)
+    k_swapped_1d = tl.load(k_from + swapped_d[None, :], mask=there_1d, other=0.0)
+    v_1d = tl.load(k_from + KV_HEADS * SIZE + one_d, mask=there_1d, other=0.0)
     for tile in range(first, last):
         start = tile * TILE
         next_page = row
-        if table_ptr is not None:
-            next_page = tl.load(
-                table_ptr + row * table_stride + (start + TILE) // page_tokens, mask=tile + 1 < last, other=0
-            ).to(tl.int64)
-        base = page * page_stride + (start % page_tokens).to(tl.int64) * token_stride
+        if PAGED:
+            next_page = tl.load(table_ptr + (start + TILE) // PAGE, mask=tile + 1 < last, other=0).to(tl.int64)
+        base = page * page_stride + (start % PAGE).to(tl.int64) * token_stride
         inside_N = start + lane_N < length
         place_Nd = base + kv_head * SIZE + lane_N[:, None] * token_stride + lane_d[None, :]
         mask_Nd = inside_N[:, None] & inside_d[None, :]
@@ -308,6 +295,27 @@ def _attend(
             out_Gd += tl.dot(weights_GN.to(v_Nd.dtype), v_Nd)
         top_G = new_top_G
         page = next_page
+
+    if split == 0:
+        if NORMS:
+            k_1d, k_swapped_1d = _scaled(
+                k_1d, k_swapped_1d, k_weight_ptr, k_z_ptr, k_z_stride, row, lane_d, swapped_d, eps, SIZE
+            )
+        k_1d = (k_1d.to(tl.float32) * cos_1d + k_swapped_1d.to(tl.float32) * sin_1d).to(qkv_ptr.dtype.element_ty)
+        # What later steps will read is what this one sees.
+        new_k_1d, new_v_1d = _stored(k_1d, k_ptr.dtype.element_ty, K_FP8), _stored(v_1d, v_ptr.dtype.element_ty, V_FP8)
+        page = row
+        if PAGED:
+            page = tl.load(table_ptr + length // PAGE).to(tl.int64)
+        place_1d = page * page_stride + (length % PAGE).to(tl.int64) * token_stride + kv_head * SIZE + one_d
+        tl.store(k_ptr + place_1d, new_k_1d, mask=there_1d)
+        tl.store(v_ptr + place_1d, new_v_1d, mask=there_1d)
+        score_G = tl.sum(q_Gd.to(tl.float32) * new_k_1d.to(tl.float32), 1) * scale
+        new_top_G = tl.maximum(top_G, score_G)
+        weight_G, shrink_G = tl.exp2(score_G - new_top_G), tl.exp2(top_G - new_top_G)
+        sum_G = sum_G * shrink_G + weight_G
+        out_Gd = out_Gd * shrink_G[:, None] + weight_G[:, None] * new_v_1d.to(tl.float32)
+        top_G = new_top_G
 
     head_G = row * (KV_HEADS * GROUP) + kv_head * GROUP + member_G
     if working == 1:
