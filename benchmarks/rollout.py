@@ -145,7 +145,7 @@ def _no_capture() -> None:
 
 
 def steps(
-    model: Decoder, noise: Any, sequences: int, *, calls: int, prompt: int = 16, new: int = 192
+    model: Decoder, noise: Any, sequences: int, *, calls: int, bare: bool = False, prompt: int = 16, new: int = 192
 ) -> dict[str, Any]:
     """One cell of the table."""
     cuda = model.device.type == "cuda"
@@ -172,7 +172,7 @@ def steps(
         "of_floor": floor / ms,
         "peak_gb": torch.cuda.max_memory_allocated() / 1e9 if cuda else None,
         "first_call_graph_seconds": first["graph_seconds"],
-        **profile(engine, sequences, prompt + new // 2),
+        **({} if bare else profile(engine, sequences, prompt + new // 2)),
     }
     engine.release()
     return result
@@ -246,6 +246,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=math.inf, help="start no cell after so many seconds")
     parser.add_argument("--realistic", action="store_true")
     parser.add_argument("--dense", action="store_true", help="keep dequantized copies (quant.dense_cache=on)")
+    parser.add_argument("--bare", action="store_true", help="without a profile of the captured step")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--model", help="a real model's folder, instead of random weights")
     parser.add_argument("--data", default="gsm8k")
@@ -291,7 +292,7 @@ def main() -> None:
             head = {"size": arguments.size, "format": format, "noise": scope, "rank": arguments.rank}
             for sequences in map(int, filter(None, arguments.sequences.split(","))):
                 if time.perf_counter() - started < arguments.seconds:
-                    add({**head, **steps(model, noise, sequences, calls=arguments.calls)})
+                    add({**head, **steps(model, noise, sequences, calls=arguments.calls, bare=arguments.bare)})
             if arguments.realistic and time.perf_counter() - started < arguments.seconds:
                 add({**head, "realistic": realistic(model, noise, arguments.calls)})
         del model
