@@ -13,9 +13,11 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
+from qerl.formats import get_format
 from qerl.kernels.activation import triton as activation
 from qerl.kernels.cached_attention import FP8, CacheRows
 from qerl.kernels.cached_attention import triton as cached_attention
+from qerl.kernels.fp4_linear import unpack
 from qerl.kernels.philox import triton as philox
 from qerl.kernels.quantize import triton as quantize
 from qerl.kernels.rms_norm import KeyedNoise, TableNoise
@@ -23,6 +25,7 @@ from qerl.kernels.rms_norm import triton as rms_norm
 from qerl.kernels.rope import HeadNorms
 from qerl.kernels.rope import triton as rope
 from qerl.kernels.sampling import triton as sampling
+from qerl.kernels.token_logprobs import logits
 from qerl.kernels.token_logprobs import triton as token_logprobs
 
 TYPES = {
@@ -110,6 +113,10 @@ def calls() -> None:
     leaf = qkv.clone().requires_grad_()
     outputs = rope.rope(leaf, rows, cos, cos, 4, 1, norms)
     torch.autograd.backward(outputs, [torch.zeros_like(output) for output in outputs])
+    for name in unpack.FORMATS:
+        packed = get_format(name).quantize(torch.randn(4, 256))
+        unpack.unpack(packed, torch.empty(4, 256).bfloat16())
+    logits.fp8_logits(x, get_format("fp8").quantize(torch.randn(512, width)))
     head, hidden = torch.randn(8000, 64).bfloat16(), torch.randn(tokens, 64).bfloat16().requires_grad_()
     logp, entropy = token_logprobs.token_logprobs(hidden, head, None, rows, 1.0, None)
     (logp.sum() + entropy.sum()).backward()

@@ -22,7 +22,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from qerl.formats import PackedWeight, get_format
+from qerl.formats import PackedWeight
 from qerl.formats.tiles import ROWS
 from qerl.kernels.cuda import Launch
 from qerl.kernels.fp4_linear.adapter import Placement
@@ -200,12 +200,13 @@ def values(
 ) -> tuple[Tensor, list[tuple[slice, float]]]:
     """(V bfloat16 [d_out, d_in], output rows with the same 1 / G, each with it).
 
-    V is in scratch that the next call overwrites if the weight is tiled; otherwise it is a temporary. A tiled weight may be given
-    more rows or columns, which are left as they are.
+    V is in scratch that the next call overwrites. A tiled weight may be given more rows or columns, which are left as they are.
     """
-    if weight.order != "tiles":
-        return get_format(weight.format).dequantize(weight, torch.bfloat16), [(slice(0, weight.shape[0]), 1.0)]
     space = workspace(weight.device)
+    if weight.order != "tiles":
+        from qerl.kernels.fp4_linear.unpack import unpack  # needs Triton, which a CPU may lack
+
+        return unpack(weight, space.scratch(*weight.shape)), [(slice(0, weight.shape[0]), 1.0)]
     out_OI = dequantize_tiles(weight, space.scratch(rows or weight.shape[0], columns or weight.shape[1]))
     alphas: list[tuple[slice, float]] = []
     stops = accumulate(weight.segments)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from qerl.formats import PackedWeight
-from qerl.kernels.fp4_linear import decode, dense, middle, reference, regimes
+from qerl.kernels.fp4_linear import decode, dense, middle, reference, regimes, unpack
 from qerl.kernels.fp4_linear.adapter import Placement
 from qerl.kernels.fp4_linear.shrink import shrink
 
@@ -76,5 +76,5 @@ def float32_product(x_TI: Tensor, weight: PackedWeight) -> Tensor | None:
 
 def fast(x: Tensor, weight: PackedWeight, dense_OI: Tensor | None) -> bool:
     """Whether these kernels have the call; the plain products take the rest."""
-    packed = weight.order == "tiles" or weight.format in ("mxfp4", "nf4", "nf4_dq")
+    packed = weight.order == "tiles" or weight.format in unpack.FORMATS
     return dense_OI is None and x.dtype == torch.bfloat16 and packed
