@@ -46,6 +46,9 @@ TOLERANCES = {
 """By compute type. float32: matrix shapes round differently. bfloat16: one rounding is 2^-9 of a value, and an unlikely token
 can meet many; the mean is what tells rounding (about .005) from a fault."""
 
+FP8_TOLERANCE = Tolerance(largest=4.0, mean=0.2)
+"""Where the engine kept keys or values in FP8 (``rollout.kv_format``), which recomputing does not: a mean of .01 to .08 is its rounding."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rescored:
@@ -60,12 +63,13 @@ class Rescored:
     worst: str
     """Where the largest difference is."""
     dtype: str
+    kv_format: str
     noise: str
     """The noise that was replayed, in words."""
 
     @property
     def tolerance(self) -> Tolerance:
-        return TOLERANCES[self.dtype]
+        return TOLERANCES[self.dtype] if self.kv_format == "compute" else FP8_TOLERANCE
 
     @property
     def within(self) -> bool:
@@ -159,6 +163,7 @@ def _compare(
         mean_abs_prob_difference=float((second_N.exp() - first_N.exp()).abs().mean()),
         worst=_place(records, int(difference_N.argmax())),
         dtype=config.model.dtype,
+        kv_format=config.rollout.kv_format,
         noise="none" if state is None or silent else f"scope {state.scope}, stage {state.stage}, sigma {state.sigma:g}",
     )
 

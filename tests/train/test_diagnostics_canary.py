@@ -38,6 +38,11 @@ def scorer(model, *, ignore_adapters=False):
     return score
 
 
+class RoundsKeysAndValues(Engine):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs, kv_format="fp8")
+
+
 class IgnoresAdapters(Engine):
     def generate(self, *args, **kwargs):
         return super().generate(*args, **{**kwargs, "adapters": False})
@@ -53,6 +58,14 @@ def test_a_sound_run_passes_and_shows_how_far_adapters_moved_it(model, folder):
     check_canary(found, torch.float32)
     assert found.adapter_effect > 1e-3 and found.engine_difference < 1e-5 and found.engine_moved
     assert found.adapter_size == pytest.approx(adapter_size(model)) and found.adapter_size > 0.1
+
+
+def test_rounded_keys_and_values_are_told_from_a_fault(model, folder):
+    found = readings(model, folder, engine=RoundsKeysAndValues)
+    assert 1e-3 < found.engine_difference < 0.1
+    check_canary(found, torch.float32, "fp8")
+    with pytest.raises(TrainingError, match="engine and trainer disagree"):
+        check_canary(found, torch.float32)
 
 
 def test_fresh_adapters_may_change_nothing(folder):

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from qerl.config.schema import KvFormat
 from qerl.errors import TrainingError
 from qerl.model.decoder import Decoder
 from qerl.records import Completion, Prompt, SamplingSpec
@@ -26,6 +27,9 @@ AGAIN_EVERY = 10
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.2}
 """Compute type -> mean |log-prob of the engine - of the trainer| over the canary's tokens above which they disagree.
 Rounding gives about 1e-6 and 1e-2."""
+
+FP8_TOLERANCE = 0.2
+"""The same where the engine keeps keys or values in FP8, whose rounding gives up to 0.1 in any compute type."""
 
 MOVES_FROM = {torch.float32: 1e-7, torch.bfloat16: 1e-4}
 """Compute type -> largest |scale * B| from which an adapter must change log-probs; below, rounding may hide it."""
@@ -100,8 +104,8 @@ def read_canary(
     )
 
 
-def check_canary(readings: Readings, dtype: torch.dtype) -> None:
-    """Stop a run whose canary is dead.
+def check_canary(readings: Readings, dtype: torch.dtype, kv_format: KvFormat = "compute") -> None:
+    """Stop a run whose canary is dead; ``kv_format`` is how the engine keeps keys and values.
 
     Raises:
         TrainingError: the adapters change nothing in the trainer or in the engine though they are not zero, or the two
@@ -124,11 +128,12 @@ def check_canary(readings: Readings, dtype: torch.dtype) -> None:
                 expected=f"log-probs that move, as the trainer's do (by {readings.adapter_effect:.3g} nats a token)",
                 remedy=remedy,
             )
-    if not readings.engine_difference <= TOLERANCE[dtype]:
+    tolerance = TOLERANCE[dtype] if kv_format == "compute" else FP8_TOLERANCE
+    if not readings.engine_difference <= tolerance:
         raise TrainingError(
             "canary: engine and trainer disagree on the current policy",
             got=f"mean difference of log-probs {readings.engine_difference:.3g}",
-            expected=f"at most {TOLERANCE[dtype]:g} in {str(dtype).removeprefix('torch.')}",
+            expected=f"at most {tolerance:g} in {str(dtype).removeprefix('torch.')}",
             remedy=remedy,
         )
 

@@ -94,7 +94,7 @@ class Diagnostics:
                 step=step,
                 without=step == 1 or step % AGAIN_EVERY == 0,
             )
-            check_canary(readings, self.session.model.dtype)
+            check_canary(readings, self.session.model.dtype, self.config.rollout.kv_format)
             metrics |= readings.metrics()
         return metrics
 
