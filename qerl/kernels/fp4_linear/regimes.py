@@ -14,14 +14,18 @@ DECODE_ROWS = 16
 """Rows of x up to which decode is fastest where there is a middle kernel."""
 MIDDLE_ROWS = 512
 """Rows of x up to which the middle kernel is faster than dense."""
+SMALL_WEIGHT, MIDDLE_ROWS_OF_SMALL = 10_000_000, 128
+"""Of a weight of fewer numbers than the first (every one of a 0.5B model), the dequantized copy stays in the cache: the middle kernel is
+faster only up to so many rows of x."""
 DECODE_ROWS_WITHOUT_MIDDLE = 64
 """Rows of x up to which reading the weight once for every group of rows pays where there is no middle kernel."""
 
 
-def preferred(rows: int, capability: tuple[int, int]) -> tuple[str, ...]:
-    """The kernels to ask for `rows` rows of x on a device, in turn; dense takes what they leave."""
+def preferred(rows: int, numbers: int, capability: tuple[int, int]) -> tuple[str, ...]:
+    """The kernels to ask for `rows` rows of x and a weight of `numbers` numbers on a device, in turn; dense takes what they leave."""
     decode = (DECODE,) if rows <= DECODE_ROWS_WITHOUT_MIDDLE else ()
-    if capability != HOPPER or rows > MIDDLE_ROWS:
+    most = MIDDLE_ROWS_OF_SMALL if numbers < SMALL_WEIGHT else MIDDLE_ROWS
+    if capability != HOPPER or rows > most:
         return decode
     return (DECODE, MIDDLE) if rows <= DECODE_ROWS else (MIDDLE, *decode)
 

@@ -45,7 +45,8 @@ def regime_of(
     """The kernel that takes a call which is `fast`: the first of `regimes.preferred` that can."""
     if weight.order == "tiles":
         takes = {regimes.DECODE: decode.takes, regimes.MIDDLE: middle.takes}
-        for regime in regimes.preferred(x_TI.shape[0], torch.cuda.get_device_capability(x_TI.device)):
+        numbers = weight.shape[0] * weight.shape[1]
+        for regime in regimes.preferred(x_TI.shape[0], numbers, torch.cuda.get_device_capability(x_TI.device)):
             if takes[regime](x_TI, weight, placements, a_RI, b_OR):
                 return regime
     return regimes.DENSE
