@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Items
 
 import numpy as np
-import torch
 
 from qerl.model.aqn import Noise
 from qerl.model.attention import PackedSequences
@@ -111,7 +110,7 @@ class Prefill:
             taken = part or slice(0, start.prefill_tokens)
             targets = self._targets(start)
             if taken.start:
-                earlier_L = torch.from_numpy(targets[0][1][: taken.stop]).to(device)
+                earlier_L = on_device(targets[0][1][: taken.stop], device)
             for wanted, place in targets:
                 inside = (wanted >= taken.start) & (wanted < taken.stop)
                 sources.append(bounds[-1] - taken.start + wanted[inside])
@@ -121,18 +120,22 @@ class Prefill:
             bounds.append(len(tokens))
         keys_S = prompts_S = None
         if self._noise is not None and self._noise.by_sample:
-            keys_S = torch.tensor([head.sample_key for head in heads], device=device)
-            prompts_S = torch.tensor([head.prompt_length for head in heads], device=device)
+            keys_S = on_device([head.sample_key for head in heads], device)
+            prompts_S = on_device([head.prompt_length for head in heads], device)
         positions_T, source_M, place_M = (
-            torch.from_numpy(np.concatenate(parts)).to(device) for parts in (positions, sources, places)
+            on_device(np.concatenate(parts), device) for parts in (positions, sources, places)
         )
         packed = PackedSequences(
-            torch.tensor(bounds, device=device), positions_T, sample_keys_S=keys_S, prompt_lengths_S=prompts_S
+            on_device(bounds, device),
+            positions_T,
+            sample_keys_S=keys_S,
+            prompt_lengths_S=prompts_S,
+            lengths=tuple(np.diff(bounds).tolist()),
         )
         # Without noise, not with noise times zero: keys and values of clean prompts are those of no noise.
         clean = self._noise is not None and self._noise.state.prompt == "clean" and not heads[0].answered
         self._workspace.model(
-            torch.tensor(tokens, device=device),
+            on_device(tokens, device),
             PrefillContext(cache, packed, source_M, place_M, earlier_L),
             noise=None if clean else self._noise,
             adapters=self._adapters,
