@@ -1,5 +1,6 @@
 """Generation: continuous batching over the trainer's own tensors.
 
-`engine` runs the calls, `scheduler` decides which sequence holds which row of the decode batch, `sequence` holds the
-state of the rows, `kv_cache` their keys and values, and `sampler` chooses the tokens.
+`engine` takes the calls, and `call` runs one: `scheduler` decides which sequence holds which row of the decode batch, `prefill` computes
+prompts, `workspace` has the memory and the step that advances the rows (`row_state`, `kv_cache`, `row_noise`, captured by
+`cuda_graphs`), `sampler` chooses the tokens, and `transcript` keeps them.
 """
