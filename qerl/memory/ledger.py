@@ -13,7 +13,7 @@ adapter_copies    the adapters in the compute type, as the kernels read them, wh
 masters           full mode: float32 copies of weights that are narrower
 optimizer         AdamW moments, two a trained parameter: float32, or 8 bits with a float32 scale a block of 256
 kv_cache          keys and values, where they are kept between rollouts (a GPU, ``rollout.keep_cache``)
-workspace         on a GPU: cuBLAS, and room for the largest NVFP4 weight dequantized; again for captured steps of many rows
+workspace         on a GPU: cuBLAS, and room for the largest packed weight dequantized; again for captured steps of many rows
 batch             tokens of a rollout packed for learning, with their positions, targets and recorded log-probs
 ================  =====================================================================================
 
@@ -42,6 +42,8 @@ CUBLAS_WORKSPACE, CUBLAS_USERS = 1 << 25, 3
 BATCH_BYTES, BATCH_ANSWER_BYTES = 48, 32
 """Of a token in a packed batch: id, position, sample, its key's place and the keys of shared prompts, int64; more for one of an
 answer: where it is predicted, target and sample, int64, two log-probs."""
+UNPACKED_INTO_SCRATCH = ("nvfp4", "mxfp4", "nf4", "nf4_dq")
+"""Formats that the kernels dequantize into shared scratch for products of many tokens (``kernels.fp4_linear.dense``)."""
 DECODE_ROWS = 64
 """Most rows for which the NVFP4 kernels read a packed weight as it is (``kernels.fp4_linear.decode``)."""
 LOGITS_HELD = 1
@@ -187,9 +189,14 @@ def _end_of_pass(config: Config, spec: ModelSpec, gradients: int, activations: i
 
 
 def _workspace(config: Config, stored: Sequence[StoredGroup]) -> int:
-    """The scratch is bfloat16, and as large as the largest weight it serves. A captured step that needs it has one of its own."""
-    tiled = max((rows * columns for name, (rows, columns), _ in stored if name == "nvfp4"), default=0)
-    return CUBLAS_USERS * CUBLAS_WORKSPACE + 2 * tiled * (2 if config.decode_slots > DECODE_ROWS else 1)
+    """The scratch is bfloat16, and as large as the largest weight it serves with its adapters beside it. A captured step that needs it has
+    one of its own."""
+    rank = config.lora.rank if config.train.mode == "lora" else 0
+    served = [
+        rows * (columns + rank * len(parts)) for name, (rows, columns), parts in stored if name in UNPACKED_INTO_SCRATCH
+    ]
+    scratch = 2 * max(served, default=0)
+    return CUBLAS_USERS * CUBLAS_WORKSPACE + scratch * (2 if config.decode_slots > DECODE_ROWS else 1)
 
 
 def kv_bytes(config: Config, spec: ModelSpec, device_type: str) -> int:
@@ -237,7 +244,7 @@ def _sampling(config: Config, spec: ModelSpec, itemsize: int) -> int:
     given = config.rollout
     truncated = given.top_k > 0 or given.top_p < 1 or given.min_p > 0
     logits = (LOGITS_HELD + truncated) * 4 * config.decode_slots * spec.vocab_size
-    return max(logits, _forward_values(spec) * tokens * itemsize + _unpacked(config, spec, itemsize))
+    return max(logits, _forward_values(spec) * tokens * itemsize)
 
 
 def _scoring(config: Config, spec: ModelSpec, itemsize: int, device_type: str) -> int:
@@ -245,7 +252,7 @@ def _scoring(config: Config, spec: ModelSpec, itemsize: int, device_type: str) -
     if config.objective.denominator != "recomputed" and config.objective.kl_coef == 0:
         return 0
     tokens = micro_batch_tokens(config, device_type)
-    layer = _forward_values(spec) * tokens * itemsize + _unpacked(config, spec, itemsize)
+    layer = _forward_values(spec) * tokens * itemsize
     return _rotation(spec, tokens) + max(layer, _head_working(spec, tokens, itemsize))
 
 
@@ -258,12 +265,6 @@ def _forward_values(spec: ModelSpec) -> int:
     """Values a token at the widest moment of a layer without gradients: gate, up and their product, and the stream with the last
     layer's output before and after the layer."""
     return 3 * spec.intermediate_size + 4 * spec.hidden_size
-
-
-def _unpacked(config: Config, spec: ModelSpec, itemsize: int) -> int:
-    """One dequantized weight, for products of many tokens, of a format that has no scratch: in float32, then in the compute type."""
-    formats = {config.quant.format, *config.quant.overrides.values(), spec.stored_format or "bf16"}
-    return shapes.largest_group(spec) * (4 + itemsize) if formats - {"bf16", "nvfp4"} else 0
 
 
 def _head_working(spec: ModelSpec, tokens: int, itemsize: int) -> int:
@@ -320,7 +321,7 @@ def _backward_working(config: Config, spec: ModelSpec, itemsize: int, device_typ
     stream's), on top of that layer computed again under full checkpointing."""
     tokens = micro_batch_tokens(config, device_type)
     inner, hidden = spec.intermediate_size, spec.hidden_size
-    flow = (2 * inner + hidden) * tokens * itemsize + _unpacked(config, spec, itemsize)
+    flow = (2 * inner + hidden) * tokens * itemsize
     if config.train.mode == "full":
         flow += 4 * shapes.largest_group(spec)
     again = 0
