@@ -338,6 +338,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--only", default="passes,peers,whole,capped", help="kinds of cases, with commas")
     parser.add_argument("--sizes", default="0.5B,7B,14B,32B", help="sizes, with commas")
+    parser.add_argument("--formats", default="nvfp4,bf16,nf4", help="formats of the base, with commas")
     parser.add_argument("--most-new", nargs="*", default=[], metavar="SIZE=N", help="most tokens sampled of an answer")
     parser.add_argument(
         "--add", type=Path, nargs="*", default=[], help="earlier outputs whose rows are kept beside the new ones"
@@ -356,7 +357,8 @@ def main() -> None:
     for case in CASES:
         if case.kind == "whole":
             case = replace(case, new=min(case.new, most_new.get(case.size, case.new)))
-        if case.kind in arguments.only.split(",") and case.size in arguments.sizes.split(","):
+        chosen = (case.kind, arguments.only), (case.size, arguments.sizes), (case.format, arguments.formats)
+        if all(value in given.split(",") for value, given in chosen):
             bench.run(case)
         if arguments.out is not None:
             content = {"facts": known, "rows": bench.rows, "speed_up_of_nvfp4_over_bf16": bench.speed_ups()}
