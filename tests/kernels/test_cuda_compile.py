@@ -34,7 +34,9 @@ HOPPER = [
     ("shrink", shrink.macros(), ""),
     *(
         ("middle", middle.macros(shape), middle.wgmma_source(shape.tokens))
-        for shape in (middle.choose(tokens, 224, 56, DEVICE) for tokens in (32, 64, 128))
+        for shape in (
+            middle.choose(*size, 56, DEVICE) for size in ((32, 2368), (64, 224), (64, 2368), (128, 2368), (256, 224))
+        )
     ),
 ]
 
@@ -76,6 +78,21 @@ def test_the_decode_loop_keeps_its_values_in_registers(columns, tmp_path):
     command = ["nvcc", "-cubin", "-arch=sm_90", "-Xptxas", "-v", *macros, "-o", str(tmp_path / "out"), str(source)]
     report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     assert int(re.search(r"(\d+) bytes spill stores", report)[1]) <= 16
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="the resource report needs nvcc")
+@pytest.mark.parametrize(("tokens", "row_tiles"), [(64, 2368), (256, 224)])
+def test_the_middle_kernel_expands_weights_while_products_are_under_way(tokens, row_tiles, tmp_path):
+    """The assembler says when it makes products wait for one another; and sums of 128 registers leave little for the end of a tile."""
+    shape = middle.choose(tokens, row_tiles, 56, DEVICE)
+    source = tmp_path / "middle.cu"
+    source.write_text(whole_source("middle", middle.wgmma_source(shape.tokens)), encoding="utf-8")
+    macros = [f"-D{key}={value}" for key, value in middle.macros(shape).items()]
+    target = ["-gencode=arch=compute_90a,code=sm_90a", "-Xptxas", "-v"]
+    command = ["nvcc", "-cubin", *target, *macros, "-o", str(tmp_path / "out"), str(source)]
+    report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    assert "serialized" not in report
+    assert int(re.search(r"(\d+) bytes spill stores", report)[1]) <= 256
 
 
 def test_without_a_compiler_the_error_names_the_choices(monkeypatch):

@@ -133,7 +133,7 @@ def test_the_middle_kernel_gets_a_shape_that_fits(tokens, row_tiles, units):
     output_tiles = -(-tokens // shape.tokens) * -(-row_tiles * 16 // shape.rows)
     assert shape.tokens % (8 * shape.cluster) == 0
     assert shape.tokens * shape.tiles <= 256, "its sums fit into registers"
-    assert shape.shared + 1024 * shape.tiles * shape.groups * 4 + 16 * shape.stages <= LIMIT
+    assert shape.shared + shape.static <= LIMIT
     assert shape.blocks <= 132, "all blocks run at once: they wait for one another"
     assert shape.blocks <= output_tiles * units * shape.cluster, "none is without work"
 

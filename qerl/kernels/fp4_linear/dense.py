@@ -26,7 +26,7 @@ from qerl.formats import PackedWeight
 from qerl.formats.tiles import ROWS
 from qerl.kernels.cuda import Launch
 from qerl.kernels.fp4_linear.adapter import Placement
-from qerl.kernels.fp4_linear.shrink import MOST_ROWS, shrink
+from qerl.kernels.fp4_linear.shrink import shrink
 from qerl.kernels.fp4_linear.workspace import SCALE_BASE, compiled, workspace
 
 _BLOCKS_A_MULTIPROCESSOR = 8
@@ -63,7 +63,7 @@ def forward(
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """(y [T, O] bfloat16, the shrunk activations x A^T [T, R] of every distinct A)."""
     tokens = x_TI.shape[0]
-    shrunk = tuple(_shrunk(x_TI, a) for a in a_RI)
+    shrunk = tuple(shrink(x_TI, a) for a in a_RI)
     y_TO = torch.empty(tokens, weight.shape[0], dtype=torch.bfloat16, device=x_TI.device)
     if adapters_as_columns(tokens, weight, a_RI, bias_O is not None):
         _wide(y_TO, x_TI, weight, bias_O, placements, shrunk, b_OR)
@@ -77,14 +77,6 @@ def forward(
         else:
             _multiply(y_TO, x_TI, values_OI, alphas, bias_O)
     return y_TO, shrunk
-
-
-def _shrunk(x_TI: Tensor, a_RI: Tensor) -> Tensor:
-    """h = x A^T [T, R], rounded to bfloat16 once: cuBLAS cuts the long sums of so few outputs into parts, which it would round too."""
-    hopper = torch.cuda.get_device_capability(x_TI.device) == (9, 0)
-    if hopper and 0 < x_TI.shape[0] <= MOST_ROWS:
-        return shrink(x_TI.contiguous(), a_RI.contiguous())
-    return torch.mm(x_TI, a_RI.T, out_dtype=torch.float32).to(torch.bfloat16)
 
 
 def adapters_as_columns(tokens: int, weight: PackedWeight, a_RI: Sequence[Tensor], bias: bool) -> bool:

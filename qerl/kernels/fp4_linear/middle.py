@@ -15,17 +15,19 @@ from qerl.formats import PackedWeight
 from qerl.kernels.cuda import Kernel, Launch, TensorMap, tensor_map
 from qerl.kernels.fp4_linear import record
 from qerl.kernels.fp4_linear.adapter import Placement
-from qerl.kernels.fp4_linear.workspace import SCALE_BASE, Workspace, compiled, workspace
+from qerl.kernels.fp4_linear.shrink import shrink
+from qerl.kernels.fp4_linear.workspace import SCALE_BASE, TILE_COUNTERS, Workspace, compiled, workspace
 
-MOST_ROWS = 512
+NARROW, WIDEST = 128, 256
+"""Rows of x of an output tile: up to the first, a warp may have two row tiles; the second is the most there are."""
 WARPGROUPS = 2
 """Warpgroups of a block that multiply."""
 
 MOST_STAGES = 16
 """Steps in the ring, at most."""
 
-_STATIC = 12 * 1024
-"""Bytes of shared memory besides the ring, at most."""
+_FOR_SHRINK = 34 * 1024
+"""Bytes of shared memory left to the shrink kernel, so that both run side by side."""
 _SPLIT_STEPS = 4
 """What sharing tiles unevenly costs, in steps of a block."""
 _FEWEST_STEPS = 3
@@ -49,9 +51,9 @@ class _Params(ctypes.Structure):
     _fields_ = (
         ("x_map", TensorMap),
         ("tile_map", TensorMap),
-        *((name, ctypes.c_void_p) for name in ("out", "bias", "global_scale", "h", "partials", "counters")),
+        *((name, ctypes.c_void_p) for name in ("out", "bias", "global_scale", "h", "partials", "counters", "x_ready")),
         *((name, ctypes.c_int) for name in ("m", "n", "units", "token_tiles", "steps", "ranks")),
-        *((name, ctypes.c_int) for name in ("segments", "parts", "float_out", "vectors", "adapter_vectors")),
+        *((name, ctypes.c_int) for name in ("segments", "parts", "float_out", "vectors")),
         ("scale_base", ctypes.c_uint),
         ("segment_stop", record.Stops),
         ("part", record.Parts),
@@ -91,8 +93,19 @@ class Shape:
         return -(-(128 * self.tokens + 36 * self.block_rows) // 1024) * 1024
 
     @property
+    def wide(self) -> bool:
+        """Whether all registers of a multiprocessor are taken."""
+        return self.tiles * self.tokens > 128
+
+    @property
     def threads(self) -> int:
-        return 128 * self.groups + (128 if self.tiles * self.tokens > 128 else 32)
+        """Threads of a block."""
+        return 128 * self.groups + (128 if self.wide else 32)
+
+    @property
+    def static(self) -> int:
+        """Bytes of shared memory besides the ring, at most: staging of four columns of 8 tokens a warp, and barriers."""
+        return 4096 * self.tiles * self.groups + 16 * MOST_STAGES
 
     @property
     def shared(self) -> int:
@@ -114,7 +127,16 @@ def takes(
         and x_TI.shape[0] > 0
         and weight.shape[1] % 8 == 0
         and record.fits(weight, placements, a_RI, b_OR)
+        and _aligned(placements, a_RI, b_OR)
         and _apart(placements)
+    )
+
+
+def _aligned(placements: Sequence[Placement], a_RI: Sequence[Tensor], b_OR: Sequence[Tensor]) -> bool:
+    """Whether rows of adapters can be read 16 bytes at a time."""
+    ranks = (rank for place in placements for rank in (place.ranks.start, place.ranks.stop))
+    return all(value % 8 == 0 for value in (*ranks, *(a.shape[0] for a in a_RI))) and all(
+        b.data_ptr() % 16 == 0 for b in b_OR
     )
 
 
@@ -129,12 +151,12 @@ def product(
     weight: PackedWeight,
     bias_O: Tensor | None,
     placements: Sequence[Placement],
-    shrunk: Sequence[Tensor],
+    a_RI: Sequence[Tensor],
     b_OR: Sequence[Tensor],
     *,
     dtype: torch.dtype = torch.bfloat16,
-) -> Tensor:
-    """y [T, O] in `dtype` (bfloat16 or float32), rounded once, for what `takes` accepts; `shrunk` is x A^T [T, R]."""
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """(y [T, O] in `dtype` (bfloat16 or float32), rounded once, x A^T [T, R] of the one A) for what `takes` accepts."""
     space = workspace(x_TI.device)
     x_TI = x_TI.contiguous()
     if x_TI.data_ptr() % 16 != 0:
@@ -144,12 +166,13 @@ def product(
     shape = choose(tokens, row_tiles, units, space)
     token_tiles, row_blocks = -(-tokens // shape.tokens), -(-row_tiles * 16 // shape.rows)
     output_tiles = token_tiles * row_blocks
+    assert output_tiles * shape.cluster <= TILE_COUNTERS, (tokens, weight.shape)
+    signal = space.signal() if a_RI and tokens <= NARROW else None
+    shrunk = tuple(shrink(x_TI, a, signal, shape.blocks) for a in a_RI)
     out_TO = torch.empty(tokens, weight.shape[0], dtype=dtype, device=x_TI.device)
     if bias_O is not None:
         bias_O = bias_O.to(torch.bfloat16).contiguous()
     partial_bytes = 2 * shape.blocks * shape.block_rows * shape.tokens * 4
-    ranks = shrunk[0].shape[1] if shrunk else 0
-    eights = all(value % 8 == 0 for place in placements for value in (place.ranks.start, place.ranks.stop, ranks))
     params = _Params(
         x_map=tensor_map(
             x_TI.data_ptr(),
@@ -167,36 +190,48 @@ def product(
         h=shrunk[0].data_ptr() if shrunk else None,
         partials=space.scratch(partial_bytes // 1024, 512).data_ptr(),
         counters=space.counters().data_ptr(),
+        x_ready=None if signal is None else signal.data_ptr(),
         m=tokens,
         n=weight.shape[0],
         units=units,
         token_tiles=token_tiles,
         steps=output_tiles * units,
-        ranks=ranks,
+        ranks=shrunk[0].shape[1] if shrunk else 0,
         segments=len(weight.segments),
         parts=len(placements),
         float_out=int(dtype == torch.float32),
         vectors=int(weight.shape[0] % 8 == 0),
-        adapter_vectors=int(eights and all(t.data_ptr() % 16 == 0 for t in (*shrunk, *b_OR))),
         scale_base=SCALE_BASE,
         segment_stop=record.stops_of(weight),
         part=record.parts_of(placements, b_OR),
     )
     _kernel(space, shape).launch(shape.launch, params)
-    return out_TO
+    return out_TO, shrunk
 
 
 def choose(tokens: int, row_tiles: int, units: int, device: Device) -> Shape:
-    """The shape for `tokens` rows of x and a weight of so many tiles."""
-    token_tiles = -(-tokens // 128)
-    width = max(32, -(-tokens // (16 * token_tiles)) * 16)
-    return with_blocks(Shape(tokens=width, tiles=2, blocks=0), tokens, row_tiles, units, device)
+    """The shape for `tokens` rows of x and a weight of so many tiles.
+
+    Widths are few: each is a kernel of its own, compiled in 1 to 4 s, and a batch that shrinks asks for one after the other.
+    """
+    if tokens > NARROW:
+        token_tiles = -(-tokens // WIDEST)
+        width = _round_up(-(-tokens // token_tiles), 64)
+        return with_blocks(Shape(tokens=width, tiles=1, blocks=0, cluster=2), tokens, row_tiles, units, device)
+    # Where there are fewer tiles than blocks, sums pass between blocks, and a smaller tile has fewer of them.
+    tiles = 2 if -(-row_tiles // 16) >= device.multiprocessors else 1
+    return with_blocks(Shape(tokens=_round_up(tokens, 32), tiles=tiles, blocks=0), tokens, row_tiles, units, device)
+
+
+def _round_up(number: int, step: int) -> int:
+    return -(-number // step) * step
 
 
 def with_blocks(shape: Shape, tokens: int, row_tiles: int, units: int, device: Device) -> Shape:
     """`shape` with as many blocks as pay, and as deep a ring as fits."""
     output_tiles = -(-tokens // shape.tokens) * -(-row_tiles * 16 // shape.rows)
-    stages = shape.stages or min(MOST_STAGES, (device.shared_limit - _STATIC - 1024) // shape.stage_bytes)
+    room = device.shared_limit - shape.static - 1024 - (0 if shape.wide else _FOR_SHRINK)
+    stages = shape.stages or min(MOST_STAGES, room // shape.stage_bytes)
     shape = replace(shape, stages=stages)
     # Blocks wait for one another, so all of them must run at once.
     most = device.multiprocessors

@@ -1,7 +1,7 @@
 """Which kernel takes how many rows of x: the one place that chooses, by times on an H200 (README.md, Measured).
 
 decode   the weight is read once for a group of rows, on CUDA cores' side of the memory limit
-middle   sm_90: the weight is expanded once for up to 128 rows, on the way into the matrix units
+middle   sm_90: the weight is expanded once for up to 256 rows, on the way into the matrix units
 dense    one pass of dequantization into scratch, then cuBLAS
 """
 
@@ -12,7 +12,7 @@ DECODE, MIDDLE, DENSE = "decode", "middle", "dense"
 HOPPER = (9, 0)
 DECODE_ROWS = 16
 """Rows of x up to which decode is fastest where there is a middle kernel."""
-MIDDLE_ROWS = 512
+MIDDLE_ROWS = 1024
 """Rows of x up to which the middle kernel is faster than dense."""
 SMALL_WEIGHT, MIDDLE_ROWS_OF_SMALL = 10_000_000, 128
 """Of a weight of fewer numbers than the first (every one of a 0.5B model), the dequantized copy stays in the cache: the middle kernel is

@@ -21,11 +21,12 @@ SCALE_BASE = 0x70007000
 """What the kernels add to the bits of two scales; see `expand_scales` in cuda/tile.cuh."""
 
 
-COUNTERS = 16384
-"""Output tiles of which a kernel may count the parts."""
-
-DECODE_COUNTERS = COUNTERS - 8
+TILE_COUNTERS = 16384
+"""Output tiles of which the middle kernel may count the parts."""
+DECODE_COUNTERS = TILE_COUNTERS
 """The first of two that the decode kernel counts pieces of h with."""
+_FIRST_SIGNAL, _SIGNALS = TILE_COUNTERS + 8, 256
+"""The counters behind `Workspace.signal`; more than there are launches on a device at one time."""
 
 
 class Workspace:
@@ -39,6 +40,7 @@ class Workspace:
         """What the decode kernel chose, by the eights of rows of x, the weight's shape and the rows of the stacked A."""
         self._scratch: Tensor | None = None
         self._counters: Tensor | None = None
+        self._signals = 0
         self._alphas: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._clusters: dict[tuple[int, int], int] = {}
 
@@ -55,13 +57,18 @@ class Workspace:
         return self._scratch[: rows * columns].view(rows, columns)
 
     def counters(self) -> Tensor:
-        """int32 [`COUNTERS`] of zeros; kernels leave zeros behind. Graphs share them, unless a capture is the first to ask."""
+        """int32 zeros: those of tiles, of decode and signals; kernels leave zeros behind. Graphs share them, unless a capture is the first to ask."""
         if self._counters is not None:
             return self._counters
-        counters = torch.zeros(COUNTERS, dtype=torch.int32, device=self.device)
+        counters = torch.zeros(_FIRST_SIGNAL + _SIGNALS, dtype=torch.int32, device=self.device)
         if not torch.cuda.is_current_stream_capturing():
             self._counters = counters
         return counters
+
+    def signal(self) -> Tensor:
+        """A counter by which a kernel tells the next that x is there. Launches overlap, so the next ones get others."""
+        self._signals = (self._signals + 1) % _SIGNALS
+        return self.counters()[_FIRST_SIGNAL + self._signals :]
 
     def release(self) -> None:
         """Give the scratch back to torch's allocator; the next use takes it again."""

@@ -14,7 +14,6 @@ from torch import Tensor
 from qerl.formats import PackedWeight
 from qerl.kernels.fp4_linear import decode, dense, middle, reference, regimes, unpack
 from qerl.kernels.fp4_linear.adapter import Placement
-from qerl.kernels.fp4_linear.shrink import shrink
 
 
 def forward(
@@ -33,9 +32,7 @@ def forward(
     if regime == regimes.DECODE:
         return decode.product(x_TI, weight, bias_O, placements, a_RI, b_OR), None
     if regime == regimes.MIDDLE:
-        x_TI = x_TI.contiguous()
-        shrunk = tuple(shrink(x_TI, a) for a in a_RI)
-        return middle.product(x_TI, weight, bias_O, placements, shrunk, b_OR), shrunk
+        return middle.product(x_TI, weight, bias_O, placements, a_RI, b_OR)
     return dense.forward(x_TI, weight, bias_O, placements, a_RI, b_OR)
 
 
@@ -71,7 +68,7 @@ def float32_product(x_TI: Tensor, weight: PackedWeight) -> Tensor | None:
     if regime == regimes.DECODE:
         return decode.product(x_TI, weight, None, (), (), (), dtype=torch.float32)
     if regime == regimes.MIDDLE:
-        return middle.product(x_TI, weight, None, (), (), (), dtype=torch.float32)
+        return middle.product(x_TI, weight, None, (), (), (), dtype=torch.float32)[0]
     return None
 
 

@@ -14,6 +14,21 @@ __device__ __forceinline__ int share(int index, int of, int total) {
   return static_cast<int>(static_cast<u32>(index) * static_cast<u32>(total) / static_cast<u32>(of));
 }
 
+#if __CUDA_ARCH__ >= 900
+// Counts up to `last` and then begins at 0 again; what this thread knows of was done before.
+__device__ __forceinline__ void count_up(u32* counter, u32 last) {
+  asm volatile("fence.acq_rel.gpu;" ::: "memory");
+  asm volatile("red.inc.relaxed.gpu.global.u32 [%0], %1;" ::"l"(counter), "r"(last) : "memory");
+}
+
+__device__ __forceinline__ void wait_for_count(const u32* counter, u32 count) {
+  u32 now;
+  do {
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(counter) : "memory");
+  } while (now < count);
+}
+#endif
+
 __device__ __forceinline__ int block_rank() {
 #if CLUSTER > 1
   u32 rank;

@@ -23,7 +23,7 @@ constexpr int ROW_TILES = WARPS * TILES;
 constexpr int X_BYTES = TOKENS * 128;
 constexpr int STEP_BYTES = X_BYTES + ROW_TILES * TILE_BYTES;
 constexpr int STAGE_BYTES = (STEP_BYTES + 1023) / 1024 * 1024;  // the swizzle of 128 bytes repeats every 1024
-constexpr int STAGING_BYTES = 512 * TILES;                      // of a warp
+constexpr int STAGING_BYTES = 1024 * TILES;                     // of a warp
 
 // x as the B operand: [TOKENS][64] bfloat16, rows of 128 bytes, 16-byte chunks of row r at chunk ^ (r & 7).
 __device__ __forceinline__ u64 operand(u32 address) {
@@ -95,6 +95,17 @@ __device__ __forceinline__ void load_x(const MiddleParams& p, const Place& at, u
   copy_box<(CLUSTER > 1)>(stage + part * 128, p.x_map, at.unit * 64, at.token_tile * TOKENS + part, barrier);
 }
 
+// Waits until x is there. The shrink kernel in front says so when it begins, and is not waited for here.
+__device__ __forceinline__ void x_wait(const MiddleParams& p) {
+  if (p.x_ready == nullptr) {
+    dependencies_wait();
+    return;
+  }
+  wait_for_count(p.x_ready, 1);
+  count_up(p.x_ready, gridDim.x);
+  asm volatile("fence.proxy.async;" ::: "memory");
+}
+
 // One thread keeps the ring full.
 __device__ __forceinline__ void produce(const MiddleParams& p, int start, int count, u32 ring, u32 full, u32 empty) {
   const int ahead = min(count, STAGES);
@@ -108,7 +119,7 @@ __device__ __forceinline__ void produce(const MiddleParams& p, int start, int co
   }
   // The other blocks' barriers are there.
   cluster_wait();
-  dependencies_wait();
+  x_wait(p);
   at = first;
 #pragma unroll 1
   for (int i = 0; i < ahead; ++i, advance(p, at)) load_x(p, at, ring + i * STAGE_BYTES, full + 8 * i);
@@ -127,69 +138,57 @@ __device__ __forceinline__ void produce(const MiddleParams& p, int start, int co
   }
 }
 
-__device__ __forceinline__ void expand_tile(uint4 codes, uint2 scales, u32 scale_base, u32 (&a)[4][4]) {
-  const uint2 low = expand_scales(scales.x, scale_base), high = expand_scales(scales.y, scale_base);
-  dequantize_step(codes.x, step_scale<0>(low), step_scale<0>(high), a[0]);
-  dequantize_step(codes.y, step_scale<1>(low), step_scale<1>(high), a[1]);
-  dequantize_step(codes.z, step_scale<2>(low), step_scale<2>(high), a[2]);
-  dequantize_step(codes.w, step_scale<3>(low), step_scale<3>(high), a[3]);
-}
-
 struct Ring {
   u32 stages, full, empty;
   int stage;
   u32 parity;
 };
 
-// One step: `turn` tells which of the two sets of expanded weights is free.
-template <int TURN>
-__device__ __forceinline__ void multiply_step(float (&d)[TILES][TOKENS / 2], u32 (&a)[2][4][4], Ring& r, int warp, int lane, u32 scale_base, bool first) {
-  barrier_wait(r.full + 8 * r.stage, r.parity);
-  const u32 x = r.stages + r.stage * STAGE_BYTES;
-  const u32 tile = x + X_BYTES + warp * (TILES * TILE_BYTES);
-  uint4 codes[TILES];
-  uint2 scales[TILES];
-#pragma unroll
-  for (int i = 0; i < TILES; ++i) {
-    codes[i] = load_shared_16(tile + i * TILE_BYTES + 16 * lane);
-    scales[i] = load_shared_8(tile + i * TILE_BYTES + TILE_CODES + 8 * (lane >> 2));
-  }
-  const u64 b = operand(x);
-#pragma unroll
-  for (int i = 0; i < TILES; ++i) {
-    u32(&now)[4][4] = a[(TURN + i) & 1];
-    expand_tile(codes[i], scales[i], scale_base, now);
-    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-#pragma unroll
-    for (int j = 0; j < 4; ++j) multiply(d[i], now[j], b + 2 * j);
-    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-    products_wait<1>();
-    // Past it, the products of the step before have read their x.
-    if (i == 0 && !first) release(r.empty + 8 * (r.stage == 0 ? STAGES - 1 : r.stage - 1), lane);
-  }
-  if (++r.stage == STAGES) {
-    r.stage = 0;
-    r.parity ^= 1;
-  }
+// Products of one k16 step of a tile: expands its weights while those of the steps before are under way, at most two of them.
+template <int J>
+__device__ __forceinline__ void multiply_k16(float (&d)[TOKENS / 2], u32 (&a)[4], u32 codes, uint2 low, uint2 high, u64 x) {
+  dequantize_step(codes, step_scale<J>(low), step_scale<J>(high), a);
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+  multiply(d, a, x + 2 * J);
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+  products_wait<2>();
 }
 
 // Sums of `steps` steps.
 __device__ __forceinline__ void multiply_steps(float (&d)[TILES][TOKENS / 2], Ring& r, int steps, int warp, int lane, u32 scale_base) {
-  u32 a[2][4][4];
+  u32 a[4][4];
 #pragma unroll
   for (int i = 0; i < TILES; ++i)
 #pragma unroll
     for (int e = 0; e < TOKENS / 2; ++e) d[i][e] = 0;
-  if constexpr (TILES % 2 == 0) {
 #pragma unroll 1
-    for (int step = 0; step < steps; ++step) multiply_step<0>(d, a, r, warp, lane, scale_base, step == 0);
-  } else {
-#pragma unroll 1
-    for (int step = 0; step + 1 < steps; step += 2) {
-      multiply_step<0>(d, a, r, warp, lane, scale_base, step == 0);
-      multiply_step<1>(d, a, r, warp, lane, scale_base, false);
+  for (int step = 0; step < steps; ++step) {
+    barrier_wait(r.full + 8 * r.stage, r.parity);
+    // The same in all lanes, which the compiler is told so that it keeps it in a register of the warp.
+    const u32 x = __shfl_sync(0xFFFFFFFF, r.stages + r.stage * STAGE_BYTES, 0);
+    const u32 tile = x + X_BYTES + warp * (TILES * TILE_BYTES);
+    uint4 codes[TILES];
+    uint2 scales[TILES];
+#pragma unroll
+    for (int i = 0; i < TILES; ++i) {
+      codes[i] = load_shared_16(tile + i * TILE_BYTES + 16 * lane);
+      scales[i] = load_shared_8(tile + i * TILE_BYTES + TILE_CODES + 8 * (lane >> 2));
     }
-    if (steps % 2 == 1) multiply_step<0>(d, a, r, warp, lane, scale_base, steps == 1);
+    const u64 b = operand(x);
+#pragma unroll
+    for (int i = 0; i < TILES; ++i) {
+      const uint2 low = expand_scales(scales[i].x, scale_base), high = expand_scales(scales[i].y, scale_base);
+      multiply_k16<0>(d[i], a[0], codes[i].x, low, high, b);
+      multiply_k16<1>(d[i], a[1], codes[i].y, low, high, b);
+      multiply_k16<2>(d[i], a[2], codes[i].z, low, high, b);
+      // Past the second, and surely here, the products of the step before have read their x.
+      if (i == 0 && step > 0) release(r.empty + 8 * (r.stage == 0 ? STAGES - 1 : r.stage - 1), lane);
+      multiply_k16<3>(d[i], a[3], codes[i].w, low, high, b);
+    }
+    if (++r.stage == STAGES) {
+      r.stage = 0;
+      r.parity ^= 1;
+    }
   }
   products_wait<0>();
   release(r.empty + 8 * (r.stage == 0 ? STAGES - 1 : r.stage - 1), lane);
@@ -201,19 +200,6 @@ __device__ __forceinline__ void multiply_steps(float (&d)[TILES][TOKENS / 2], Ri
 }
 
 // ---- Tiles of several blocks.
-
-// Counts up to `last` and then begins at 0 again.
-__device__ __forceinline__ void count_up(u32* counter, u32 last) {
-  asm volatile("fence.acq_rel.gpu;" ::: "memory");
-  asm volatile("red.inc.relaxed.gpu.global.u32 [%0], %1;" ::"l"(counter), "r"(last) : "memory");
-}
-
-__device__ __forceinline__ void wait_for_count(const u32* counter, u32 count) {
-  u32 now;
-  do {
-    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(counter) : "memory");
-  } while (now < count);
-}
 
 __device__ __forceinline__ float4 load_partial(const float4* from) {
   float4 v;
@@ -245,11 +231,48 @@ __device__ __forceinline__ float4* partial_of(const MiddleParams& p, const Team&
   return p.partials + static_cast<long long>((2 * (team.first + j) + (j == 0)) * CLUSTER + block_rank()) * PARTIAL;
 }
 
+// Sums columns [from, to) of 8 tokens of a tile over its members, in order, and finishes them.
+__device__ __forceinline__ void finish_columns(const MiddleParams& p, const Team& team, const Row (&rows)[2 * TILES], int from, int to, int row_tile,
+                                               int token, u32 staging, int thread) {
+  constexpr int CHUNK = COLUMNS < 2 ? 1 : 2, MEMBERS = 4;  // loads of so many columns and members are under way together
+#pragma unroll 1
+  for (int c = from; c < to; c += CHUNK) {
+    float v[TILES][4 * CHUNK] = {};
+#pragma unroll 1
+    for (int j = 0; j < team.members; j += MEMBERS) {
+      float4 parts[MEMBERS][TILES][CHUNK];
+#pragma unroll
+      for (int u = 0; u < MEMBERS; ++u) {
+        const float4* source = partial_of(p, team, min(j + u, team.members - 1)) + thread;
+#pragma unroll
+        for (int i = 0; i < TILES; ++i)
+#pragma unroll
+          for (int e = 0; e < CHUNK; ++e) parts[u][i][e] = load_partial(source + (i * COLUMNS + min(c + e, to - 1)) * CONSUMERS);
+      }
+#pragma unroll
+      for (int u = 0; u < MEMBERS; ++u) {
+        if (j + u >= team.members) break;
+#pragma unroll
+        for (int i = 0; i < TILES; ++i)
+#pragma unroll
+          for (int e = 0; e < CHUNK; ++e) {
+            v[i][4 * e] += parts[u][i][e].x;
+            v[i][4 * e + 1] += parts[u][i][e].y;
+            v[i][4 * e + 2] += parts[u][i][e].z;
+            v[i][4 * e + 3] += parts[u][i][e].w;
+          }
+      }
+    }
+    finish<CHUNK>(p, rows, v, row_tile, token + 8 * c, min(p.m, token + 8 * to), staging, thread & 31);
+    __syncwarp();
+  }
+}
+
 // Sums a tile that has several members. True if `d` now holds the sums of the whole tile, which the caller finishes.
-__device__ __forceinline__ bool share_tile(const MiddleParams& p, float (&d)[TILES][TOKENS / 2], int tile, int row_tile, int token, u32 staging,
-                                           int thread) {
+__device__ __forceinline__ bool share_tile(const MiddleParams& p, float (&d)[TILES][TOKENS / 2], Row (&rows)[2 * TILES], int tile, int row_tile,
+                                           int token, u32 staging, int thread) {
   const Team team = team_of(p, tile);
-  const int me = blockIdx.x / CLUSTER - team.first, lane = thread & 31;
+  const int me = blockIdx.x / CLUSTER - team.first;
   const bool alone = team.finishers == 1;
   const u32 arrivals = alone ? team.members - 1 : team.members, last = arrivals + team.finishers - 1;
   u32* counter = p.counters + tile * CLUSTER + block_rank();
@@ -264,45 +287,29 @@ __device__ __forceinline__ bool share_tile(const MiddleParams& p, float (&d)[TIL
     if (thread == 0) count_up(counter, last);
   }
   if (me >= team.finishers) return false;
+  load_rows(p, 16 * row_tile + ((thread & 31) >> 2), rows);
   if (thread == 0) wait_for_count(counter, arrivals);
   consumers_sync();
   if (thread == 0) count_up(counter, last);
-  if (alone) {
-#pragma unroll 1
-    for (int j = 1; j < team.members; ++j) {
-      const float4* source = partial_of(p, team, j) + thread;
-#pragma unroll
-      for (int i = 0; i < TILES; ++i)
-#pragma unroll
-        for (int c = 0; c < COLUMNS; ++c) {
-          const float4 v = load_partial(source + (i * COLUMNS + c) * CONSUMERS);
-          d[i][4 * c] += v.x;
-          d[i][4 * c + 1] += v.y;
-          d[i][4 * c + 2] += v.z;
-          d[i][4 * c + 3] += v.w;
-        }
-    }
-    return true;
+  if (!alone) {
+    finish_columns(p, team, rows, share(me, team.finishers, COLUMNS), share(me + 1, team.finishers, COLUMNS), row_tile, token, staging, thread);
+    return false;
   }
 #pragma unroll 1
-  for (int c = share(me, team.finishers, COLUMNS); c < share(me + 1, team.finishers, COLUMNS); ++c) {
-    float v[TILES][4] = {};
-#pragma unroll 4
-    for (int j = 0; j < team.members; ++j) {
-      const float4* source = partial_of(p, team, j) + thread;
+  for (int j = 1; j < team.members; ++j) {
+    const float4* source = partial_of(p, team, j) + thread;
 #pragma unroll
-      for (int i = 0; i < TILES; ++i) {
-        const float4 part = load_partial(source + (i * COLUMNS + c) * CONSUMERS);
-        v[i][0] += part.x;
-        v[i][1] += part.y;
-        v[i][2] += part.z;
-        v[i][3] += part.w;
+    for (int i = 0; i < TILES; ++i)
+#pragma unroll
+      for (int c = 0; c < COLUMNS; ++c) {
+        const float4 v = load_partial(source + (i * COLUMNS + c) * CONSUMERS);
+        d[i][4 * c] += v.x;
+        d[i][4 * c + 1] += v.y;
+        d[i][4 * c + 2] += v.z;
+        d[i][4 * c + 3] += v.w;
       }
-    }
-    finish<1>(p, v, row_tile, token + 8 * c, staging, lane);
-    __syncwarp();
   }
-  return false;
+  return true;
 }
 
 __device__ __forceinline__ void consume(const MiddleParams& p, int start, int stop, Ring r, u32 staging, int thread) {
@@ -312,10 +319,18 @@ __device__ __forceinline__ void consume(const MiddleParams& p, int start, int st
   for (int at = start; at < stop;) {
     const Place place = place_of(p, at);
     const int steps = min(p.units - place.unit, stop - at);
-    multiply_steps(d, r, steps, warp, lane, p.scale_base);
     const int row_tile = first_row_tile(place) + warp * TILES, token = place.token_tile * TOKENS;
-    const bool whole = steps == p.units || share_tile(p, d, (at - place.unit) / p.units, row_tile, token, staging, thread);
-    if (whole) finish<COLUMNS>(p, d, row_tile, token, staging, lane);
+    prefetch_adapters(p, row_tile, lane);
+    multiply_steps(d, r, steps, warp, lane, p.scale_base);
+    dependencies_wait();  // h
+    Row rows[2 * TILES];
+    bool whole = true;
+    if (steps == p.units) {
+      load_rows(p, 16 * row_tile + (lane >> 2), rows);
+    } else {
+      whole = share_tile(p, d, rows, (at - place.unit) / p.units, row_tile, token, staging, thread);
+    }
+    if (whole) finish<COLUMNS>(p, rows, d, row_tile, token, p.m, staging, lane);
     at += steps;
   }
 }
@@ -324,7 +339,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) middle(const __grid_con
   extern __shared__ __align__(1024) u8 memory[];
   __shared__ __align__(8) u64 barriers[2 * STAGES];
   __shared__ __align__(128) u8 staged[WARPS * STAGING_BYTES];
-  const int thread = threadIdx.x, lane = thread & 31, warp = thread >> 5;
+  const int thread = threadIdx.x, warp = thread >> 5;
   const u32 ring = (smem_address(memory) + 1023) & ~1023u;
   const u32 full = smem_address(barriers), empty = full + 8 * STAGES;
   const int cluster = blockIdx.x / CLUSTER, clusters = gridDim.x / CLUSTER;
@@ -349,7 +364,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) middle(const __grid_con
   } else {
     if constexpr (WIDE) asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
     cluster_wait();
-    dependencies_wait();
+    if (p.x_ready == nullptr) dependencies_wait();
     consume(p, start, stop, {ring, full, empty, 0, 0}, smem_address(staged) + warp * STAGING_BYTES, thread);
   }
   // No block ends while another may still tell it something.
