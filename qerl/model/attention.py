@@ -88,7 +88,6 @@ class PackedSequences:
             between samples or between prompt and answer.
         prompt_lengths_S: int64 [S].
         shared: which sequences continue which; the samples are then fewer than the sequences. None: each sample is one sequence.
-        lengths: tokens of each sequence, where the host knows them; else the device is asked, which waits for it.
     """
 
     def __init__(
@@ -99,12 +98,11 @@ class PackedSequences:
         sample_keys_S: Tensor | None = None,
         prompt_lengths_S: Tensor | None = None,
         shared: SharedPrompts | None = None,
-        lengths: tuple[int, ...] | None = None,
     ):
         self.cu_seqlens_S1 = cu_seqlens_S1
         self.shared = shared
         # Asked of the device once a pack, and not once a layer.
-        self.lengths = tuple(cu_seqlens_S1.diff().tolist()) if lengths is None else lengths
+        self.lengths = tuple(cu_seqlens_S1.diff().tolist())
         self.positions_T = packed_positions(cu_seqlens_S1) if positions_T is None else positions_T
         self.samples: SampleRows | None = None
         if sample_keys_S is not None and prompt_lengths_S is not None:

@@ -100,7 +100,7 @@ class PrefillContext:
         self._cache, self._packed = cache, packed
         self._source_M, self._place_M, self._earlier_L = source_M, place_M, earlier_L
         if earlier_L is not None:
-            bounds_2 = torch.arange(2, device=earlier_L.device) * len(earlier_L)
+            bounds_2 = torch.tensor([0, len(earlier_L)], device=earlier_L.device)
             self._keys = KeySpans(cu_keys_S1=bounds_2, lengths=(len(earlier_L),))
 
     def attend(self, layer: int, qkv_TX: Tensor, rotary: Rotary) -> Tensor:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Items
 
 import numpy as np
+import torch
 
 from qerl.model.aqn import Noise
 from qerl.model.attention import PackedSequences
@@ -110,7 +111,7 @@ class Prefill:
             taken = part or slice(0, start.prefill_tokens)
             targets = self._targets(start)
             if taken.start:
-                earlier_L = on_device(targets[0][1][: taken.stop], device)
+                earlier_L = torch.from_numpy(targets[0][1][: taken.stop]).to(device)
             for wanted, place in targets:
                 inside = (wanted >= taken.start) & (wanted < taken.stop)
                 sources.append(bounds[-1] - taken.start + wanted[inside])
@@ -120,22 +121,18 @@ class Prefill:
             bounds.append(len(tokens))
         keys_S = prompts_S = None
         if self._noise is not None and self._noise.by_sample:
-            keys_S = on_device([head.sample_key for head in heads], device)
-            prompts_S = on_device([head.prompt_length for head in heads], device)
+            keys_S = torch.tensor([head.sample_key for head in heads], device=device)
+            prompts_S = torch.tensor([head.prompt_length for head in heads], device=device)
         positions_T, source_M, place_M = (
-            on_device(np.concatenate(parts), device) for parts in (positions, sources, places)
+            torch.from_numpy(np.concatenate(parts)).to(device) for parts in (positions, sources, places)
         )
         packed = PackedSequences(
-            on_device(bounds, device),
-            positions_T,
-            sample_keys_S=keys_S,
-            prompt_lengths_S=prompts_S,
-            lengths=tuple(np.diff(bounds).tolist()),
+            torch.tensor(bounds, device=device), positions_T, sample_keys_S=keys_S, prompt_lengths_S=prompts_S
         )
         # Without noise, not with noise times zero: keys and values of clean prompts are those of no noise.
         clean = self._noise is not None and self._noise.state.prompt == "clean" and not heads[0].answered
         self._workspace.model(
-            on_device(tokens, device),
+            torch.tensor(tokens, device=device),
             PrefillContext(cache, packed, source_M, place_M, earlier_L),
             noise=None if clean else self._noise,
             adapters=self._adapters,

@@ -28,9 +28,9 @@ LOOKS = 2
 """Looks of the host that may be under way at once."""
 
 
-def on_device(values: Items[Any] | np.ndarray, device: torch.device) -> Tensor:
+def on_device(values: Items[Any], device: torch.device) -> Tensor:
     """int64 tensor of integers; on CUDA the host does not wait until the device has them."""
-    tensor = torch.from_numpy(values) if isinstance(values, np.ndarray) else torch.tensor(values)
+    tensor = torch.tensor(values)
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
