@@ -4,16 +4,20 @@ import json
 from pathlib import Path
 
 import pytest
+from memory_builders import configured, qwen
 
 from qerl import memory
 from qerl.config.load import load_config
 from qerl.model.spec import ModelSpec
 
 ROOT = Path(__file__).resolve().parents[2]
-RESULTS = sorted((ROOT / "results" / "memory").glob("*.json"))
+MEMORY = ROOT / "results" / "memory"
+RUNS = sorted(path for path in MEMORY.glob("*.json") if path.name != "step-h200.json")
+STEPS = json.loads((MEMORY / "step-h200.json").read_text())["rows"]
+COMMON = ("objective.denominator=recomputed", "rollout.keep_cache=off", "aqn.enabled=false")
 
 
-@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", RUNS, ids=lambda path: path.stem)
 def test_the_predicted_peak_is_within_five_percent_of_the_measured_one(path):
     found = json.loads(path.read_text())
     decided = [f"train.{key}={found[key]}" for key in ("checkpointing", "token_budget")]
@@ -25,3 +29,13 @@ def test_the_predicted_peak_is_within_five_percent_of_the_measured_one(path):
     for stage, size in measured.items():
         # Prompts are shorter than they may be, so keys and values, and prefill passes, take less than is set aside for them.
         assert size <= ledger.total(stage) <= 1.1 * size, stage
+
+
+@pytest.mark.parametrize(
+    "row", STEPS, ids=lambda row: " ".join([row["size"], *(s.split("=")[1] for s in row["settings"])])
+)
+def test_every_phase_of_a_step_is_predicted_within_five_percent(row):
+    ledger = memory.predict(configured(*row["settings"], *COMMON), qwen(row["size"]), device_type="cuda")
+    for phase, measured in row["allocated_gb"].items():
+        assert ledger.total(phase) / 1e9 == pytest.approx(measured, rel=0.05), phase
+    assert ledger.total("backward") / 1e9 == pytest.approx(row["allocated_gb"]["backward"], rel=0.04)
