@@ -337,7 +337,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode(const __grid_con
       // Bytes may come before they are expected: the barrier waits for this arrival.
       if (warp == WARPS) {
         const int bytes = round_bytes(p, w, tiles, lane);
-        if (lane == 0) barrier_expect(&arrived, bytes);
+        if (lane == 0) barrier_expect(smem_address(&arrived), bytes);
       }
 #endif
       expand(p, s, w, round + first, round + last, thread - 32 * WARPS);

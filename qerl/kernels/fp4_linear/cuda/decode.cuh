@@ -73,18 +73,6 @@ __device__ __forceinline__ void cluster_wait() {
 #endif
 }
 
-__device__ __forceinline__ void dependencies_wait() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-
-__device__ __forceinline__ void dependents_may_start() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
-
 // Memory that blocks share: written for all of the device, read from the L2 cache.
 __device__ __forceinline__ void store_global_16(float4* place, float4 v) {
   asm volatile("st.global.cg.v4.f32 [%0], {%1,%2,%3,%4};" ::"l"(place), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
@@ -117,13 +105,6 @@ __device__ __forceinline__ void warm(const void* pointer) {
 }
 
 __device__ __forceinline__ void lora_sync() { asm volatile("bar.sync 1, %0;" ::"n"(LORA_THREADS) : "memory"); }
-
-__device__ __forceinline__ void add(float4& sum, float4 v) {
-  sum.x += v.x;
-  sum.y += v.y;
-  sum.z += v.z;
-  sum.w += v.w;
-}
 
 __device__ __forceinline__ bool part_needed(const Part& part, int tile_start, int tile_stop) {
   return part.row_start < 16 * tile_stop && part.row_stop > 16 * tile_start;

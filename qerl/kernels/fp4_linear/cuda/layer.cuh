@@ -1,4 +1,5 @@
-// What a call tells the kernels that make a whole layer's output: rows of adapters and segments, and how work is shared out.
+// What a call tells the kernels that make a whole layer's output: rows of adapters and segments, and how blocks share work
+// and follow one another.
 
 constexpr int MAX_PARTS = 4;
 
@@ -14,7 +15,27 @@ __device__ __forceinline__ int share(int index, int of, int total) {
   return static_cast<int>(static_cast<u32>(index) * static_cast<u32>(total) / static_cast<u32>(of));
 }
 
+// Two launches in a row may overlap: the second waits before it touches what the first writes.
+
+__device__ __forceinline__ void dependencies_wait() {
 #if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void dependents_may_start() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void add(float4& sum, float4 v) {
+  sum.x += v.x;
+  sum.y += v.y;
+  sum.z += v.z;
+  sum.w += v.w;
+}
+
 // Counts up to `last` and then begins at 0 again; what this thread knows of was done before.
 __device__ __forceinline__ void count_up(u32* counter, u32 last) {
   asm volatile("fence.acq_rel.gpu;" ::: "memory");
@@ -27,7 +48,6 @@ __device__ __forceinline__ void wait_for_count(const u32* counter, u32 count) {
     asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(counter) : "memory");
   } while (now < count);
 }
-#endif
 
 __device__ __forceinline__ int block_rank() {
 #if CLUSTER > 1

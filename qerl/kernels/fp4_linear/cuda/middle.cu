@@ -3,7 +3,7 @@
 //
 // An output tile is 16 * ROW_TILES rows x TOKENS tokens. The steps of all tiles, 64 inputs each, are one list, cut into equal runs: a
 // block for each multiprocessor takes one. One warp asks the copy engine for the weights and x of the coming steps; the others expand
-// and multiply, the products of one row tile under way while the next is expanded.
+// and multiply, one k16 step of a row tile while the products of the two before are under way.
 //
 // A tile that several blocks have parts of is summed through global memory, in the order of the inputs. The blocks whose run ends
 // in this tile finish it: if it is one, it keeps its sums in registers; several share the tokens out among them.
@@ -61,10 +61,6 @@ __device__ __forceinline__ void cluster_wait() {
 #endif
 }
 
-__device__ __forceinline__ void barrier_expect_at(u32 barrier, int bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
-
 // Where in the list of steps a block is.
 struct Place {
   int unit, token_tile, row_block;
@@ -114,7 +110,7 @@ __device__ __forceinline__ void produce(const MiddleParams& p, int start, int co
   // Weights never change, so their copies need not wait for the kernel in front of this one.
 #pragma unroll 1
   for (int i = 0; i < ahead; ++i, advance(p, at)) {
-    barrier_expect_at(full + 8 * i, STEP_BYTES);
+    barrier_expect(full + 8 * i, STEP_BYTES);
     load_weights(p, at, ring + i * STAGE_BYTES, full + 8 * i);
   }
   // The other blocks' barriers are there.
@@ -128,7 +124,7 @@ __device__ __forceinline__ void produce(const MiddleParams& p, int start, int co
 #pragma unroll 1
   for (int i = ahead; i < count; ++i, advance(p, at)) {
     barrier_wait(empty + 8 * stage, parity);
-    barrier_expect_at(full + 8 * stage, STEP_BYTES);
+    barrier_expect(full + 8 * stage, STEP_BYTES);
     load_weights(p, at, ring + stage * STAGE_BYTES, full + 8 * stage);
     load_x(p, at, ring + stage * STAGE_BYTES, full + 8 * stage);
     if (++stage == STAGES) {

@@ -22,10 +22,6 @@ struct MiddleParams {
   Part part[MAX_PARTS];
 };
 
-__device__ __forceinline__ void dependents_may_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
-
-__device__ __forceinline__ void dependencies_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-
 // One box of a tensor map by the copy engine; its bytes count at the barrier. `column` counts elements of a row. With EVERY it goes to the
 // same place in all blocks of the cluster, and counts at each one's barrier.
 template <bool EVERY>

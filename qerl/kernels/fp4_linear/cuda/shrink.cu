@@ -24,13 +24,6 @@ __device__ __forceinline__ uint4 load_8(const u16* row, int column, int columns,
   return VECTORS ? *reinterpret_cast<const uint4*>(row + column) : load_row_8(row, column, columns, false);
 }
 
-__device__ __forceinline__ void add(float4& sum, float4 v) {
-  sum.x += v.x;
-  sum.y += v.y;
-  sum.z += v.z;
-  sum.w += v.w;
-}
-
 // Adds the products of chunks [from, to) of 32 inputs; `a` and `x` are the lane's first rows.
 template <bool VECTORS>
 __device__ __forceinline__ void accumulate(const ShrinkParams& p, const u16* a, const u16* x, int from, int to, int first, int token, int lane,
@@ -70,7 +63,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) shrink(const __grid_con
   const int first = 16 * (job % p.rank_groups), token = 8 * NT * (job / p.rank_groups);
   const int chunks = (p.k + 31) / 32;
   const int from = share(rank * WARPS + warp, CLUSTER * WARPS, chunks), to = share(rank * WARPS + warp + 1, CLUSTER * WARPS, chunks);
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  dependents_may_start();
   const u16* a = p.a + static_cast<long long>(first + g) * p.k;
   const u16* x = p.x + static_cast<long long>(token + g) * p.k;
   // A comes into the L2 cache meanwhile, where it stays coherent whatever ran before.
@@ -79,7 +72,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) shrink(const __grid_con
     if (first + row < p.ranks && column < p.k)
       asm volatile("prefetch.global.L2 [%0];" ::"l"(p.a + static_cast<long long>(first + row) * p.k + column));
   }
-  asm volatile("griddepcontrol.wait;" ::: "memory");
+  dependencies_wait();
   if (p.x_ready != nullptr && blockIdx.x == 0 && thread == 0) count_up(p.x_ready, p.readers);
   float c[NT][4] = {};
   if (p.vectors) {

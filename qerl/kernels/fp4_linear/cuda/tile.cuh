@@ -83,12 +83,6 @@ __device__ __forceinline__ uint4 load_once_16(const void* pointer) {
   return v;
 }
 
-__device__ __forceinline__ uint2 load_once_8(const void* pointer) {
-  uint2 v;
-  asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(pointer));
-  return v;
-}
-
 __device__ __forceinline__ void copy_async_16(u32 shared, const void* global) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
 }
@@ -109,12 +103,8 @@ __device__ __forceinline__ void barrier_init(u64* barrier, int count) {
 
 __device__ __forceinline__ void barrier_inits_visible() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
-__device__ __forceinline__ void barrier_arrive(u64* barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(smem_address(barrier)) : "memory");
-}
-
-__device__ __forceinline__ void barrier_expect(u64* barrier, int bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(smem_address(barrier)), "r"(bytes) : "memory");
+__device__ __forceinline__ void barrier_expect(u32 barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
 __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
@@ -125,12 +115,6 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
       : "memory");
 }
 
-// One copy of `bytes` (a multiple of 16) by the copy engine; they count at the barrier.
-__device__ __forceinline__ void copy_bulk(u32 shared, const void* global, int bytes, u32 barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared), "l"(global),
-               "r"(bytes), "r"(barrier)
-               : "memory");
-}
 #endif
 
 __device__ __forceinline__ u16 to_bf16(float value) {
