@@ -306,13 +306,14 @@ def rescore(
 
     result = run_rescore(run, overrides, step=step, rollout=rollout, rows=rows)
     limit = result.tolerance
+    arithmetic = result.dtype if result.kv_format == "compute" else f"{result.dtype}, rollout.kv_format={result.kv_format}"
     print_facts(
         {
             "rollout": f"{result.rollout} (step {result.rollout + 1}), {result.rows} answers, {result.tokens} tokens",
             "noise": result.noise,
             "largest": f"{result.largest:.3g} nats ({result.worst})",
             "mean": f"{result.mean:.3g} nats; mean |difference of probabilities| {result.mean_abs_prob_difference:.3g}",
-            "tolerance": f"largest {limit.largest:g}, mean {limit.mean:g} ({result.dtype})",
+            "tolerance": f"largest {limit.largest:g}, mean {limit.mean:g} ({arithmetic})",
             "verdict": "within tolerance" if result.within else "BEYOND TOLERANCE",
         }
     )

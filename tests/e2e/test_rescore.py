@@ -101,6 +101,17 @@ def test_a_changed_log_prob_is_found_with_its_place(changed):
     assert printed.exit_code == 1 and "BEYOND TOLERANCE" in printed.stdout
 
 
+def test_rounded_keys_and_values_have_a_tolerance_of_their_own(data, tmp_path):
+    """In float32 too: the run goes on past its canary, and its record is beyond what the compute type alone would allow."""
+    settings = [*SETTINGS, f"data.train={data}", f"run.dir={tmp_path}", "run.name=r", "rollout.kv_format=fp8"]
+    folder = train(load_config(None, [*settings, "train.steps=1"]))
+    result = rescore(folder)
+    assert result.within and result.mean > 1e-5
+    assert not rescore(folder, ["rollout.kv_format=compute"]).within
+    printed = CliRunner().invoke(app, ["rescore", str(folder)])
+    assert printed.exit_code == 0 and "float32, rollout.kv_format=fp8" in printed.stdout
+
+
 def test_another_noise_key_is_found(changed):
     path = changed.rollout_path(2)
     records, facts = read_behavior(path), read_run_facts(path)

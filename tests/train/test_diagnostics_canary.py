@@ -68,6 +68,17 @@ def test_rounded_keys_and_values_are_told_from_a_fault(model, folder):
         check_canary(found, torch.float32)
 
 
+def test_a_disagreement_names_the_format_of_keys_and_values():
+    for dtype, name in ((torch.float32, "float32"), (torch.bfloat16, "bfloat16")):
+        with pytest.raises(TrainingError) as caught:
+            check_canary(sound(engine_difference=0.3), dtype, "fp8_values")
+        assert f"at most 0.2 in {name} with rollout.kv_format=fp8_values" in str(caught.value)
+        assert "Try rollout.kv_format=compute" in str(caught.value)
+    with pytest.raises(TrainingError) as caught:
+        check_canary(sound(engine_difference=0.3), torch.bfloat16)
+    assert "kv_format" not in str(caught.value)
+
+
 def test_fresh_adapters_may_change_nothing(folder):
     model = load_tiny(folder, adapters=True)
     shift_adapters(model, -0.1)

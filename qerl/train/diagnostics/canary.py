@@ -111,7 +111,9 @@ def check_canary(readings: Readings, dtype: torch.dtype, kv_format: KvFormat = "
         TrainingError: the adapters change nothing in the trainer or in the engine though they are not zero, or the two
             disagree.
     """
-    remedy = "Do not trust this run's rewards; please report it with `qerl env`. diagnostics.canary=false goes on without the check"
+    doubt = "Do not trust this run's rewards; please report it with `qerl env`"
+    go_on = "diagnostics.canary=false goes on without the check"
+    remedy = f"{doubt}. {go_on}"
     size = f"largest adapter entry {readings.adapter_size:.3g}"
     if readings.engine_moved is not None and readings.telling and readings.adapter_size >= MOVES_FROM[dtype]:
         if readings.adapter_effect == 0.0:
@@ -128,12 +130,15 @@ def check_canary(readings: Readings, dtype: torch.dtype, kv_format: KvFormat = "
                 expected=f"log-probs that move, as the trainer's do (by {readings.adapter_effect:.3g} nats a token)",
                 remedy=remedy,
             )
-    tolerance = TOLERANCE[dtype] if kv_format == "compute" else FP8_TOLERANCE
+    tolerance, arithmetic = TOLERANCE[dtype], str(dtype).removeprefix("torch.")
+    if kv_format != "compute":
+        tolerance, arithmetic = FP8_TOLERANCE, f"{arithmetic} with rollout.kv_format={kv_format}"
+        remedy = f"Try rollout.kv_format=compute: if this goes, the rounding is too coarse for the model. If it stays: {doubt[0].lower()}{doubt[1:]}. {go_on}"
     if not readings.engine_difference <= tolerance:
         raise TrainingError(
             "canary: engine and trainer disagree on the current policy",
             got=f"mean difference of log-probs {readings.engine_difference:.3g}",
-            expected=f"at most {tolerance:g} in {str(dtype).removeprefix('torch.')}",
+            expected=f"at most {tolerance:g} in {arithmetic}",
             remedy=remedy,
         )
 
