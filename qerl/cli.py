@@ -306,7 +306,9 @@ def rescore(
 
     result = run_rescore(run, overrides, step=step, rollout=rollout, rows=rows)
     limit = result.tolerance
-    arithmetic = result.dtype if result.kv_format == "compute" else f"{result.dtype}, rollout.kv_format={result.kv_format}"
+    arithmetic = (
+        result.dtype if result.kv_format == "compute" else f"{result.dtype}, rollout.kv_format={result.kv_format}"
+    )
     print_facts(
         {
             "rollout": f"{result.rollout} (step {result.rollout + 1}), {result.rows} answers, {result.tokens} tokens",

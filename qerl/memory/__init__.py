@@ -3,6 +3,7 @@
 Prediction needs no weights and no device. Owners are disjoint. 1 GB = 1e9 bytes.
 
 * ``shapes``: sizes that depend on the model and the configuration alone;
+* ``pages``: the least of keys and values;
 * ``ledger``: ``predict`` adds them up by phase;
 * ``advice``: does it fit, what would, and what each setting buys;
 * ``measure``: bytes of the tensors that exist, and peaks by phase.
@@ -21,7 +22,7 @@ from qerl.memory.advice import (
     resolve,
     together,
 )
-from qerl.memory.ledger import PHASES, Ledger, kv_bytes, predict
+from qerl.memory.ledger import PHASES, Ledger, check_cache, kv_bytes, predict
 from qerl.memory.measure import PhasePeaks, device_bytes, measure_resident, process_bytes, return_unused
 from qerl.memory.shapes import policy_bytes, trained_tensors, uses_dense_cache
 
@@ -35,6 +36,7 @@ __all__ = [
     "PhasePeaks",
     "budget_of",
     "check_budget",
+    "check_cache",
     "device_bytes",
     "kv_bytes",
     "limits",

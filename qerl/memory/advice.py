@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from qerl.config.schema import Config
 from qerl.errors import ConfigError, MemoryBudgetError
-from qerl.memory.ledger import PHASES, mini_batch_tokens, predict, wanted_kv_bytes
+from qerl.memory.ledger import PHASES, check_cache, mini_batch_tokens, predict, wanted_kv_bytes
 from qerl.model.spec import ModelSpec
 
 GB = 1e9
@@ -104,7 +104,11 @@ def resolve(config: Config, spec: ModelSpec, budget: Budget | None, *, device_ty
     selective and full with which all of it fits. If none does: full, and the keys and values of a GPU get what is left, while training
     too if that is at least half of what they could have by being given back (``rollout.keep_cache``, ``rollout.kv_cache_gb``).
     ``train.token_budget`` is decided before all that.
+
+    Raises:
+        ConfigError: ``rollout.kv_cache_gb`` has no room for one sequence.
     """
+    check_cache(config, spec, device_type)
     config = _with_token_budget(config, spec, budget, device_type)
     ways = ORDER if config.train.checkpointing == "auto" else (config.train.checkpointing,)
     for way in ways:

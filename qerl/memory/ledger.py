@@ -33,6 +33,7 @@ from typing import ClassVar
 
 from qerl.config.schema import Config
 from qerl.memory import shapes
+from qerl.memory.pages import check_pages
 from qerl.memory.shapes import ITEMSIZE, StoredGroup
 from qerl.model.spec import ModelSpec
 
@@ -213,15 +214,36 @@ def wanted_kv_bytes(config: Config, spec: ModelSpec, device_type: str, sequences
     On a GPU whole pages, with the prompt of a spare row, one page that belongs to nobody and two more; on the CPU one slot more than
     there are sequences. The last token of an answer is never fed back.
     """
-    compute = ITEMSIZE[config.model.dtype]
-    key, value = KV_BYTES[config.rollout.kv_format]
-    token = spec.num_layers * spec.kv_size * ((key or compute) + (value or compute))
-    prompt = config.rollout.max_prompt_tokens
-    longest = prompt + max(config.rollout.max_new_tokens, config.eval.max_new_tokens or 0) - 1
+    token, longest, prompt = _token_bytes(config, spec), _longest(config), config.rollout.max_prompt_tokens
     rows = config.decode_slots if sequences is None else sequences
     if device_type != "cuda":
         return (rows + 1) * longest * token
     return (rows * -(-longest // PAGE_TOKENS) + prompt // PAGE_TOKENS + 3) * PAGE_TOKENS * token
+
+
+def check_cache(config: Config, spec: ModelSpec, device_type: str) -> None:
+    """Refuse a ``rollout.kv_cache_gb`` in which the longest prompt and answer have no room; on a GPU, where it means something.
+
+    Raises:
+        ConfigError: it is too small.
+    """
+    if device_type == "cuda":
+        page_bytes = PAGE_TOKENS * _token_bytes(config, spec)
+        pages = kv_bytes(config, spec, device_type) // page_bytes
+        check_pages(pages, _longest(config), page_tokens=PAGE_TOKENS, page_bytes=page_bytes)
+
+
+def _token_bytes(config: Config, spec: ModelSpec) -> int:
+    """Keys and values of a token, all layers."""
+    compute = ITEMSIZE[config.model.dtype]
+    key, value = KV_BYTES[config.rollout.kv_format]
+    return spec.num_layers * spec.kv_size * ((key or compute) + (value or compute))
+
+
+def _longest(config: Config) -> int:
+    """Tokens in the cache of the longest prompt and answer."""
+    rollout = config.rollout
+    return rollout.max_prompt_tokens + max(rollout.max_new_tokens, config.eval.max_new_tokens or 0) - 1
 
 
 def _rollout_noise(config: Config, spec: ModelSpec) -> int:

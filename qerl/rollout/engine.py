@@ -21,6 +21,7 @@ import torch
 from qerl.config.schema import KvFormat
 from qerl.errors import ConfigError, DataError, TrainingError
 from qerl.kernels.cached_attention import FP8
+from qerl.memory.pages import SPARE_PAGES, check_pages
 from qerl.model.aqn import Noise
 from qerl.model.decoder import Decoder
 from qerl.model.tokenizer import Tokenizer
@@ -258,15 +259,9 @@ class Engine:
         if kept is not None and kept.layout.pages >= wanted:
             return kept
         most = self._most_pages(kept)
-        if most - 2 < each:
-            raise ConfigError(
-                "the keys and values of the longest sequence do not fit the memory for them",
-                got=f"room for {max(0, most - 2) * PAGE_TOKENS} tokens",
-                expected=f"{longest}, the longest prompt plus rollout.max_new_tokens",
-                remedy="Shorten one of them, or free memory on the device.",
-            )
+        check_pages(most, longest, page_tokens=PAGE_TOKENS, page_bytes=self._page_bytes())
         pages = min(wanted, most)
-        if kept is not None and kept.layout.pages - 2 >= each and pages < GROWTH * kept.layout.pages:
+        if kept is not None and kept.layout.pages - SPARE_PAGES >= each and pages < GROWTH * kept.layout.pages:
             return kept
         expected = self.max_num_seqs * -(-self.expected_tokens // PAGE_TOKENS) + 3
         pages = min(max(wanted, expected), most)
@@ -287,8 +282,6 @@ class Engine:
 
     def _most_pages(self, kept: Workspace | None) -> int:
         """Pages that the memory for keys and values holds."""
-        spec = self.model.spec
-        page_bytes = spec.num_layers * PAGE_TOKENS * spec.kv_size * sum(dtype.itemsize for dtype in self.kv_dtypes)
         budget = self.kv_bytes
         if budget is None:
             if self.device.type != "cuda":
@@ -296,7 +289,12 @@ class Engine:
             unused = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
             held = 0 if kept is None else kept.cache.nbytes
             budget = int(KV_SHARE * (torch.cuda.mem_get_info(self.device)[0] + unused + held))
-        return budget // page_bytes
+        return budget // self._page_bytes()
+
+    def _page_bytes(self) -> int:
+        """Bytes of a page: keys and values of all layers."""
+        spec = self.model.spec
+        return spec.num_layers * PAGE_TOKENS * spec.kv_size * sum(dtype.itemsize for dtype in self.kv_dtypes)
 
     def _check_prompts(self, prompts: Items[Prompt], sampling: SamplingSpec) -> None:
         if not prompts:

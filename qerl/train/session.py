@@ -51,7 +51,8 @@ def open_session(
         keep_reference_norms: keep float32 copies of the initial norm scales for the KL reference.
 
     Raises:
-        ConfigError: no model path, an unknown device, or sequences longer than the model's positions.
+        ConfigError: no model path, an unknown device, sequences longer than the model's positions, or keys and values of one that
+            have no room.
         CheckpointError: the folder or the adapter cannot be read.
     """
     full = trainable and config.train.mode == "full"
@@ -59,6 +60,7 @@ def open_session(
     device = resolve_device(config.model.device)
     spec = ModelSpec.from_folder(model_path)
     check_lengths(config, spec)
+    memory.check_cache(config, spec, device.type)
     tokenizer = load_tokenizer(model_path)
     model = load_model(
         model_path,

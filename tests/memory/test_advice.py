@@ -12,6 +12,7 @@ from qerl.cli import app
 from qerl.errors import ConfigError, MemoryBudgetError
 from qerl.memory.advice import changed, largest_that
 from qerl.memory.ledger import wanted_kv_bytes
+from qerl.train import fit, session
 from qerl.train.fit import plan, settle_memory
 
 GB = 1e9
@@ -242,3 +243,28 @@ def test_settings_that_fit_together_do_and_none_of_them_is_needless():
     for left_out in found:
         assert not fits([change for change in found if change != left_out]), left_out
     assert memory.together(config, spec, budget(3), device_type="cuda") is None
+
+
+LEAST_KV = 36 * 64 * 57344
+"""Bytes of the longest of GRPO_STEP on a 7B: 128 + 2048 - 1 tokens are 34 pages of 64, and two more; a token has 2 x 28 x 512 bfloat16."""
+
+
+@pytest.mark.parametrize("way", ["plan", "train", "eval"])
+def test_keys_and_values_without_room_for_one_sequence_are_refused_before_weights_are_read(tmp_path, monkeypatch, way):
+    (tmp_path / "config.json").write_text(json.dumps(qwen_config("7b")))
+    for module in (fit, session):
+        monkeypatch.setattr(module, "resolve_device", lambda name: torch.device("cuda"))
+
+    def configure(size):
+        settings = (f"rollout.kv_cache_gb={size:.9f}", "train.memory_budget=24", f"model.path={tmp_path}")
+        return configured(*GRPO_STEP, *settings)
+
+    entry = {"plan": lambda config: plan(config, gpu="24GB"), "train": settle_memory, "eval": session.open_session}[way]
+    for size in (0.001, (LEAST_KV - 1000) / GB):
+        with pytest.raises(ConfigError, match="do not fit the memory for them") as caught:
+            entry(configure(size))
+        room = max(0, int(size * GB) // (64 * 57344) - 2) * 64
+        assert f"room for {room} tokens; expected 2175" in str(caught.value)
+        assert "Set rollout.kv_cache_gb to at least 0.132121" in str(caught.value)
+    if way == "plan":
+        assert "about 1 of 8 sequences" in plan(configure(0.132121), gpu="24GB")[0]

@@ -111,8 +111,11 @@ def test_preemption_at_any_shortage_changes_no_answer(model, tokenizer, pages, a
 
 
 def test_a_memory_too_small_for_one_sequence_is_refused(model, tokenizer):
-    with pytest.raises(ConfigError, match="do not fit"):
+    with pytest.raises(ConfigError, match="do not fit") as caught:
         generate(model, tokenizer, paged=True, kv_bytes=10 * PAGE_BYTES)
+    assert "room for 32 tokens; expected 34" in str(caught.value)
+    # The least that the remedy names is 11 pages of 1,536 bytes.
+    assert "rollout.kv_cache_gb to at least 0.000017" in str(caught.value)
 
 
 def test_pages_are_kept_between_calls_and_grow_with_need(model, tokenizer):
