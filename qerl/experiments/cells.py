@@ -240,7 +240,8 @@ def _override(item: tuple[str, Any]) -> str:
 
 
 def _slug(value: Any) -> str:
-    text = f"{value:g}" if isinstance(value, float) else str(value)
+    # In short where that is the value, so that two values never share a name.
+    text = f"{value:g}" if isinstance(value, float) and float(f"{value:g}") == value else str(value)
     return re.sub(r"[^A-Za-z0-9_.+-]+", "_", text)
 
 

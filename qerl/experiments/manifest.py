@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from qerl.errors import RunFolderError
-from qerl.metrics.files import write_json
+from qerl.metrics.files import output_errors, write_json
 from qerl.metrics.run_dir import MATRIX_NAME
 
 SCHEMA = 1
@@ -40,15 +40,21 @@ class Manifest:
         if not self.path.exists():
             return {"schema": SCHEMA, "cells": {}, "matched": {}, "choices": {}}
         try:
-            value = json.loads(self.path.read_text(encoding="utf-8"))
-            return dict(value)
-        except ValueError as error:
-            raise RunFolderError("the manifest of the matrix is damaged", got=f"{self.path}: {error}") from None
+            value = dict(json.loads(self.path.read_text(encoding="utf-8")))
+            damage = next(
+                (f"no {key}" for key in ("cells", "matched", "choices") if not isinstance(value.get(key), dict)), None
+            )
+        except (ValueError, TypeError) as error:
+            damage = str(error)
+        if damage is not None:
+            raise RunFolderError("the manifest of the matrix is damaged", got=f"{self.path}: {damage}")
+        return value
 
     @contextmanager
     def change(self) -> Iterator[dict[str, Any]]:
         """The content to be changed in place; it is written when the block ends well."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with output_errors(self.path.parent):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
         with self._lock.open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             value = self.read()

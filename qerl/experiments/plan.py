@@ -19,6 +19,7 @@ from qerl.experiments.cells import Cell, expand, load_matrix
 from qerl.experiments.manifest import Manifest
 from qerl.experiments.schema import MatrixConfig
 from qerl.experiments.statistics import detectable_difference
+from qerl.metrics.files import check_writable
 from qerl.metrics.run_dir import RunDir
 from qerl.model.aqn import places
 from qerl.model.checkpoint import check_targets
@@ -75,9 +76,11 @@ def open_plan(path: Path, settings: Sequence[str], out: Path | None, *, data: bo
         ConfigError: the matrix itself is refused, no cell can run and all for one reason, or a cell that has begun was begun with
             other settings.
         RunFolderError: the folder is that of a run.
+        OutputError: the folder cannot be written.
     """
     matrix = load_matrix(path)
     folder = out if out is not None else Path("runs") / matrix.name
+    check_writable(folder, folder=True)
     if RunDir(folder).holds_a_run():
         raise RunFolderError(
             "the folder of the matrix holds a run",

@@ -13,7 +13,7 @@ import torch
 from qerl.errors import RunStopped
 from qerl.experiments.cells import Cell
 from qerl.experiments.plan import Plan
-from qerl.experiments.process import LOOK_SECONDS, Child
+from qerl.experiments.process import LOOK_SECONDS, Child, Ending
 from qerl.train.stop import StopRequest
 
 
@@ -65,11 +65,11 @@ class Pool:
     def _load(self, device: str) -> int:
         return sum(other.device == device for other in self.running)
 
-    def take_ended(self) -> list[tuple[Cell, str | None]]:
-        """Cells whose process has ended since the last call, each with why it ended badly."""
+    def take_ended(self) -> list[tuple[Cell, Ending]]:
+        """Cells whose process has ended since the last call, each with how."""
         ended = [entry for entry in self.running if not entry.child.running]
         self.running = [entry for entry in self.running if entry not in ended]
-        return [(entry.cell, entry.child.result()) for entry in ended]
+        return [(entry.cell, entry.child.ending()) for entry in ended]
 
     @contextmanager
     def passing_signals_on(self) -> Iterator[Callable[[], bool]]:

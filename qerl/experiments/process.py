@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from qerl.errors import RunStopped
@@ -19,8 +20,31 @@ if TYPE_CHECKING:
 
 STARTING_SECONDS = 5.0
 """Kept back for importing and checking in the new process."""
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 LOOK_SECONDS = 0.1
 """Between two looks at running processes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """How a process ended."""
+
+    code: int
+    """Exit code; minus the signal's number where a signal ended it."""
+    last_words: str
+    """Last line of its messages."""
+
+    @property
+    def by_request(self) -> bool:
+        """Whether SIGINT, SIGTERM or SIGHUP ended it, while it began or at work."""
+        return self.code in {code for number in STOPS for code in (-number, 128 + number)}
+
+    @property
+    def words(self) -> str:
+        """What happened, in words."""
+        if self.code < 0:
+            return f"the process was ended by {signal.Signals(-self.code).name}"
+        return f"the process ended without a result, exit code {self.code}: {self.last_words}"[:2000]
 
 
 class Child:
@@ -57,23 +81,19 @@ class Child:
         self._process.kill()
         self._process.wait()
 
-    def result(self) -> str | None:
-        """Why it ended badly, or None. Its messages are passed on. To be asked once, after it has ended."""
+    def ending(self) -> Ending:
+        """How it ended. Its messages are passed on. To be asked once, after it has ended."""
         code = self._process.wait()
         self._errors.seek(0)
         text = self._errors.read()
         self._errors.close()
         sys.stderr.write(text)
-        if code in (0, 1):
-            return None
-        if code < 0:
-            return f"the process was ended by {signal.Signals(-code).name}"
         last = text.strip().splitlines()[-1:] or ["no message"]
-        return f"exit code {code}: {last[0]}"[:2000]
+        return Ending(code=code, last_words=last[0])
 
 
 def run_child(plan: Plan, arguments: Sequence[str], seconds: float | None) -> str | None:
-    """Run ``qerl matrix`` in a process of its own and wait; returns why it ended badly, or None.
+    """Run ``qerl matrix`` in a process of its own and wait; returns why it ended badly (codes 0 and 1 are answers), or None.
 
     The first Ctrl-C or SIGTERM is passed on once, so that a cell stops after its step; a second one ends it at once.
 
@@ -93,7 +113,7 @@ def run_child(plan: Plan, arguments: Sequence[str], seconds: float | None) -> st
         except KeyboardInterrupt:
             child.kill()
             raise
-    error = child.result()
+    ending = child.ending()
     if stop.signal_number is not None:
         raise RunStopped("the running process was stopped", stop.signal_number)
-    return error
+    return None if ending.code in (0, 1) else ending.words

@@ -9,28 +9,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from qerl.errors import ConfigError, QerlError, RunFolderError, RunStopped, nearest
+from qerl.errors import ConfigError, RunStopped, nearest
 from qerl.experiments.cells import Cell
 from qerl.experiments.choice import choose
-from qerl.experiments.final import evaluate_trained, from_trainer, reopen, wanted
+from qerl.experiments.one_cell import FAILURES, lock, run_cell, share_probe
 from qerl.experiments.plan import Plan, open_plan, record_plan
 from qerl.experiments.pool import Pool, visible_devices
-from qerl.experiments.process import run_child
-from qerl.experiments.shared import take_over_before
+from qerl.experiments.process import Ending, run_child
 from qerl.experiments.summary import write_cell_summary
 from qerl.experiments.temperature import find_temperature, initial_entropy
 from qerl.metrics.files import whole_folder
 from qerl.metrics.run_dir import RunDir
+from qerl.metrics.run_lock import is_held
 from qerl.train.portable import write_portable_run
-from qerl.train.run import train
 from qerl.train.stop import Deadline
 
 PORTABLE = "portable"
 """Folder of the matrix folder with what goes to another machine."""
-FAILURES = (QerlError, RuntimeError, ArithmeticError, AssertionError)
-"""What ends a cell and not the matrix: refused settings, numbers that are not finite, memory that ran out, broken invariants."""
 RESERVED_SECONDS = 20.0
 """Kept back from a time limit for the checkpoint, its portable form and the summaries."""
 DONE = ("finished", "failed", "invalid")
@@ -77,7 +72,7 @@ def run_matrix(path: Path, settings: Sequence[str], out: Path | None, orders: Or
     for cell in plan.cells:
         if cell.problem is not None:
             say(f"{cell.name}: invalid, left out: {cell.problem}")
-    plan = _find_temperatures(plan, orders, say)
+    plan = _find_temperatures(plan, orders, deadline, say)
     stopped: RunStopped | None = None
     if not orders.match_only:
         try:
@@ -97,7 +92,7 @@ def _run_here(plan: Plan, orders: Orders, deadline: Deadline, say: Say) -> Plan:
     """One cell after another in this process."""
     tried: set[str] = set()
     while True:
-        plan, due = _what_is_due(plan, orders, say, tried)
+        plan, due = _what_is_due(plan, orders, deadline, say, tried)
         if not due or not _has_time(plan, deadline, say):
             return plan
         tried.add(due[0].name)
@@ -116,11 +111,18 @@ def _run_pool(plan: Plan, orders: Orders, deadline: Deadline, say: Say) -> Plan:
         while True:
             over = over or stopping()
             if look and not over and pool.has_room and (not pool.running or _common_part_is_made(plan)):
-                plan, due = _what_is_due(plan, orders, say, tried)
+                plan, due = _what_is_due(plan, orders, deadline, say, tried)
                 look = bool(due)
+                if due and is_held(lock(plan, due[0]).folder):
+                    tried.add(due[0].name)
+                    say(f"{due[0].name}: another process is at work on it, left out")
+                    continue
                 if due and _has_time(plan, deadline, say):
                     left = deadline.seconds_left()
                     tried.add(due[0].name)
+                    if plan.state(due[0]) == "running":
+                        # Of a process that is gone; whatever becomes of the new one, this is not its state.
+                        plan.manifest.set_state(due[0].name, "stopped")
                     seconds = None if left is None else left + RESERVED_SECONDS
                     pool.start(due[0], ["--retry"] if orders.retry else [], seconds)
                     continue
@@ -128,8 +130,8 @@ def _run_pool(plan: Plan, orders: Orders, deadline: Deadline, say: Say) -> Plan:
             if not pool.running:
                 return plan
             pool.wait()
-            for cell, error in pool.take_ended():
-                state = _ended(plan, cell, error)
+            for cell, ending in pool.take_ended():
+                state = _ended(plan, cell, ending)
                 say(f"{cell.name}: {state}")
                 look, over = True, over or state in UNDONE
 
@@ -138,13 +140,15 @@ def _common_part_is_made(plan: Plan) -> bool:
     """Whether a cell has made its first step: what all cells share, the probe set, is then there to be taken over."""
     begun = [run for cell in plan.cells if (run := plan.run(cell)).metrics_path.exists()]
     for run in begun:
-        _share_probe(plan, run)
+        share_probe(plan, run)
     return bool(begun)
 
 
-def _what_is_due(plan: Plan, orders: Orders, say: Say, tried: Collection[str]) -> tuple[Plan, list[Cell]]:
+def _what_is_due(
+    plan: Plan, orders: Orders, deadline: Deadline, say: Say, tried: Collection[str]
+) -> tuple[Plan, list[Cell]]:
     """The plan with what trials have chosen since, and the cells that are to be run now."""
-    plan = _settle_choices(plan, orders, say)
+    plan = _settle_choices(plan, orders, deadline, say)
     return plan, [cell for cell in _selected(plan, orders) if cell.name not in tried and _is_due(plan, cell, orders)]
 
 
@@ -169,8 +173,12 @@ def _selected(plan: Plan, orders: Orders) -> list[Cell]:
 
 
 def _is_due(plan: Plan, cell: Cell, orders: Orders) -> bool:
+    return cell.problem is None and not cell.pending and _is_open(plan, cell, orders)
+
+
+def _is_open(plan: Plan, cell: Cell, orders: Orders) -> bool:
     state = plan.state(cell)
-    return cell.problem is None and not cell.pending and (state not in DONE or (state == "failed" and orders.retry))
+    return state not in DONE or (state == "failed" and orders.retry)
 
 
 def _has_time(plan: Plan, deadline: Deadline, say: Say) -> bool:
@@ -188,125 +196,39 @@ def _has_time(plan: Plan, deadline: Deadline, say: Say) -> bool:
     return enough
 
 
-def _ended(plan: Plan, cell: Cell, error: str | None) -> str:
-    """State of a cell whose process has ended, and why badly."""
+def _ended(plan: Plan, cell: Cell, ending: Ending) -> str:
+    """State of a cell whose process has ended."""
     state = plan.state(cell)
-    if state == "running" or (state == "waiting" and error is not None):
-        # The process ended without a word of its own: killed, or out of memory.
-        plan.manifest.set_state(cell.name, "failed", error=error or "the process ended without a result")
-        write_cell_summary(plan, cell)
-    return plan.state(cell)
-
-
-def run_cell(plan: Plan, cell: Cell, deadline: Deadline, *, own_process: bool) -> str:
-    """Run, or go on with, one cell in this process, which may be its own; returns its new state. What fails is kept.
-
-    Raises:
-        RunStopped: a signal ended it, after a step or at once; its state is ``stopped``.
-    """
-    assert cell.config is not None
-    run = plan.run(cell)
-    _refuse_strangers(plan, cell, run)
-    plan.manifest.set_state(cell.name, "running", error=None, own_process=own_process)
-    try:
-        state = _train_and_evaluate(plan, cell, run, deadline)
-        plan.manifest.set_state(cell.name, state)
-    except RunStopped:
+    if is_held(lock(plan, cell).folder):
+        return "another process is at work on it"
+    if state == "running" and ending.by_request:
         plan.manifest.set_state(cell.name, "stopped")
         write_cell_summary(plan, cell)
-        raise
-    except FAILURES as error:
-        what = str(error) or type(error).__name__
-        plan.manifest.set_state(cell.name, "failed", error=f"{type(error).__name__}: {what}"[:2000])
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-    write_cell_summary(plan, cell)
+    elif state == "running" or (ending.code not in (0, 1) and not ending.by_request and state not in DONE):
+        # The process ended without a word of its own: killed, or out of memory.
+        plan.manifest.set_state(cell.name, "failed", error=ending.words)
+        write_cell_summary(plan, cell)
     return plan.state(cell)
 
 
-def _train_and_evaluate(plan: Plan, cell: Cell, run: RunDir, deadline: Deadline) -> Any:
-    # Trials are judged by their evaluation after training alone.
-    config, specs = cell.config, () if cell.phase == "tune" else plan.matrix.final
-    assert config is not None
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
-    done = {"finals": True}
-
-    def time_for(seconds: float) -> bool:
-        left = deadline.seconds_left()
-        return left is None or left > seconds
-
-    summary = run.read_json(run.summary_path) if run.holds_a_run() else None
-    if summary is not None and summary["status"] == "finished":
-        if len(run.read_json(run.final_path) or {}) < len(wanted(specs, config)):
-            done["finals"] = evaluate_trained(reopen(config, run), specs, time_for)
-    else:
-        resume = _prepare(plan, run)
-        try:
-            train(
-                config,
-                resume=resume,
-                deadline=deadline,
-                before=lambda trainer: take_over_before(trainer, (plan.run(c) for c in plan.cells if c != cell)),
-                after=lambda trainer: done.update(finals=evaluate_trained(from_trainer(trainer), specs, time_for)),
-            )
-        finally:
-            _share_probe(plan, run)
-        if (run.read_json(run.summary_path) or {}).get("status") != "finished":
-            return "stopped"
-    return "finished" if done["finals"] else "trained"
-
-
-def _refuse_strangers(plan: Plan, cell: Cell, run: RunDir) -> None:
-    """A folder of the cell's name that the matrix has not made is left alone.
-
-    Raises:
-        RunFolderError: there is one, with something in it.
-    """
-    if plan.state(cell) == "waiting" and run.path.exists() and any(run.path.iterdir()):
-        raise RunFolderError(
-            "the cell's folder holds something that is not the matrix's",
-            got=run.path,
-            remedy="Move it away, or choose another --out",
-        )
-
-
-def _prepare(plan: Plan, run: RunDir) -> bool:
-    """Whether to go on from a checkpoint. A start that never saved is begun anew; every cell gets the matrix's probe set."""
-    if run.holds_a_run() and run.latest_checkpoint() is not None:
-        return True
-    if run.path.exists():
-        shutil.rmtree(run.path)
-    shared = RunDir(plan.out).probe_path
-    if shared.exists():
-        run.path.mkdir(parents=True)
-        shutil.copyfile(shared, run.probe_path)
-    return False
-
-
-def _share_probe(plan: Plan, run: RunDir) -> None:
-    """The first cell's probe set becomes that of all: entropies are compared on one set."""
-    shared = RunDir(plan.out).probe_path
-    if run.probe_path.exists() and not shared.exists():
-        shutil.copyfile(run.probe_path, shared)
-
-
-def _find_temperatures(plan: Plan, orders: Orders, say: Say) -> Plan:
-    """Find what ``match_temperature`` asks for and is not known yet; one search a group, for all its seeds."""
+def _find_temperatures(plan: Plan, orders: Orders, deadline: Deadline, say: Say) -> Plan:
+    """Find what ``match_temperature`` asks for and is not known yet; one search a group, for all its seeds. A search that has begun is
+    finished, whatever the deadline."""
     open_groups: dict[str, Cell] = {}
     for cell in _selected(plan, orders):
         open_choice = cell.phase == "final" and not cell.axes and bool(plan.matrix.axes_of(cell.arm))
         asks = cell.pending and cell.problem is None and cell.arm.match_temperature is not None and not open_choice
-        if asks and plan.state(cell) not in DONE:
+        if asks and _is_open(plan, cell, orders):
             open_groups.setdefault(cell.group, cell)
-    if not open_groups:
+    left = deadline.seconds_left()
+    if not open_groups or (left is not None and left <= 0):
         return plan
     if not orders.one_process:
         arguments = ["--match", *(part for cell in open_groups.values() for part in ("--cell", cell.name))]
         error = run_child(plan, arguments, None)
         if error is not None:
-            say(error)
+            say(f"temperatures were not found: {error}")
+            return plan
     else:
         for group, cell in open_groups.items():
             _match_group(plan, group, cell)
@@ -351,7 +273,7 @@ def _find(plan: Plan, cell: Cell) -> dict[str, Any]:
     return found.to_dict() | {"arm": match.arm}
 
 
-def _settle_choices(plan: Plan, orders: Orders, say: Say) -> Plan:
+def _settle_choices(plan: Plan, orders: Orders, deadline: Deadline, say: Say) -> Plan:
     """Choose the settings of arms whose trials have all ended (best_recipe)."""
     chosen = choose(plan)
     known = plan.manifest.read()["choices"]
@@ -367,7 +289,7 @@ def _settle_choices(plan: Plan, orders: Orders, say: Say) -> Plan:
                     plan.manifest.set_state(cell.name, "failed", error="none of its trials finished")
         say(f"{arm}: chose {choice['axes']} among {choice['trials']} trials ({choice['failed']} failed)")
     plan = open_plan(plan.path, plan.settings, plan.out, data=False)
-    return _find_temperatures(plan, orders, say)
+    return _find_temperatures(plan, orders, deadline, say)
 
 
 def _write_portable(plan: Plan) -> None:

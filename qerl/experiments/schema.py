@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from qerl.config.section import Fraction, NonNegative, Positive, Section
 
+Values = Annotated[tuple[Any, ...], Field(min_length=1)]
 Setting = dict[str, Any]
 """Dotted key of the configuration -> value."""
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+]*")
@@ -47,7 +48,7 @@ class ArmConfig(Section):
     """Dotted keys of the configuration and their values, e.g. `{quant.format: bf16, aqn.enabled: false}`."""
     seeds: tuple[NonNegative, ...] | None = None
     """Seeds of this arm, in place of those of the matrix."""
-    axes: dict[str, tuple[Any, ...]] | None = None
+    axes: dict[str, Values] | None = None
     """best_recipe only: values this arm tries, in place of those of the matrix; as many combinations as every other arm."""
     match_temperature: MatchConfig | None = None
     """Find rollout.temperature before training."""
@@ -128,7 +129,7 @@ class MatrixConfig(Section):
     """Dotted keys and values for all cells."""
     arms: Annotated[tuple[ArmConfig, ...], Field(min_length=1)]
     """What is compared."""
-    axes: dict[str, tuple[Any, ...]] = {}
+    axes: dict[str, Values] = {}
     """Dotted key -> values; every arm is run at every combination (mechanism), or tries them (best_recipe)."""
     seeds: Annotated[tuple[NonNegative, ...], Field(min_length=1)]
     """Training seeds of every arm."""

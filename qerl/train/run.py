@@ -49,7 +49,7 @@ def train(
     stop_after: int | None = None,
     deadline: Deadline | None = None,
     before: Callable[[Trainer], dict[str, float] | None] | None = None,
-    after: Callable[[Trainer], None] | None = None,
+    after: Callable[[Trainer, StopRequest], None] | None = None,
 ) -> Path:
     """Train as ``config`` says and return the run folder.
 
@@ -98,7 +98,10 @@ def train(
 
 
 def run_to_end(
-    trainer: Trainer, stop_after: int | None, deadline: Deadline | None, after: Callable[[Trainer], None] | None
+    trainer: Trainer,
+    stop_after: int | None,
+    deadline: Deadline | None,
+    after: Callable[[Trainer, StopRequest], None] | None,
 ) -> None:
     """The loop, the summary and the report, under signals that stop it; arguments as of :func:`train`.
 
@@ -109,7 +112,7 @@ def run_to_end(
         try:
             finished = trainer.fit(stop, stop_after, deadline)
             if finished and after is not None:
-                after(trainer)
+                after(trainer, stop)
             summary = write_summary(trainer, finished=finished)
             try:
                 report = str(write_report(trainer.run.path))

@@ -13,7 +13,8 @@ AT_ONCE = "{name} again: stopping at once"
 
 
 class StopRequest:
-    """Context manager that turns the first SIGINT or SIGTERM into a flag. Off the main thread it does nothing.
+    """Context manager that turns the first SIGINT, SIGTERM or SIGHUP (a terminal that closes) into a flag. Off the main thread it does
+    nothing, and a SIGHUP that is ignored (nohup) stays so.
 
     Args:
         say: called within the signal handler with what the signal does, in words.
@@ -34,8 +35,9 @@ class StopRequest:
 
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self._previous[number] = signal.signal(number, self._handle)
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                    self._previous[number] = signal.signal(number, self._handle)
         return self
 
     def __exit__(

@@ -107,3 +107,21 @@ def test_a_matrix_and_a_run_do_not_share_a_folder(tmp_path):
     assert train.exit_code == 2 and "the run folder is that of a matrix" in " ".join(train.stderr.split())
     other = qerl("matrix", path, "--out", out / "plain-s0")
     assert other.exit_code == 2 and "the folder of the matrix holds a run" in " ".join(other.stderr.split())
+
+
+def test_places_and_manifests_that_cannot_be_are_messages(tmp_path):
+    path = write_matrix(tmp_path)
+    (tmp_path / "file").write_text("x")
+    for out in (tmp_path / "file", tmp_path / "file" / "below"):
+        for more in ((), ("--dry-run",)):
+            result = qerl("matrix", path, "--out", out, *more)
+            assert result.exit_code == 2 and "Traceback" not in result.output, result.output
+    for text in ("[]", '{"schema": 1}'):
+        (tmp_path / "out").mkdir(exist_ok=True)
+        (tmp_path / "out" / "matrix.json").write_text(text)
+        result = qerl("matrix", path, "--out", tmp_path / "out")
+        assert result.exit_code == 2 and "manifest of the matrix is damaged" in result.stderr
+    result = qerl("matrix", write_matrix(tmp_path, axes={"optim.lr": []}), "--dry-run")
+    assert result.exit_code == 2 and "axes" in result.stderr
+    close = write_matrix(tmp_path, axes={"optim.lr": [0.001, 0.0010000001]})
+    assert "plain-lr0.0010000001-s0" in qerl("matrix", close, "--dry-run", "--out", tmp_path / "new").output

@@ -9,7 +9,7 @@ import pytest
 from matrix_builders import ARMS, write_matrix
 
 from qerl.errors import ConfigError, RunFolderError
-from qerl.experiments import runner
+from qerl.experiments import one_cell, runner
 from qerl.experiments.compare import compare_cells
 from qerl.experiments.folders import export_summaries, read_cells
 from qerl.experiments.manifest import Manifest
@@ -234,9 +234,9 @@ def test_cells_of_one_base_share_the_evaluation_before_training(tmp_path):
 
 def test_a_trained_cell_without_its_final_evaluations_gets_them_later(tmp_path, monkeypatch):
     path = write_matrix(tmp_path, arms=[ARMS[1]], final=[{"name": "noisy", "noise": "last"}])
-    real = runner.evaluate_trained
+    real = one_cell.evaluate_trained
     monkeypatch.setattr(
-        runner, "evaluate_trained", lambda trained, specs, time_for: real(trained, specs, lambda seconds: False)
+        one_cell, "evaluate_trained", lambda trained, specs, time_for: real(trained, specs, lambda seconds: False)
     )
     first = run_matrix(path, [], tmp_path / "here", ALONE, quiet)
     monkeypatch.undo()
@@ -255,7 +255,7 @@ def test_all_weights_can_be_an_arm_whose_model_is_evaluated_later(tmp_path, monk
         set={"train.steps": 1},
         final=[{"name": "again"}],
     )
-    monkeypatch.setattr(runner, "evaluate_trained", lambda trained, specs, time_for: False)
+    monkeypatch.setattr(one_cell, "evaluate_trained", lambda trained, specs, time_for: False)
     first = run_matrix(path, [], tmp_path / "out", ALONE, quiet)
     monkeypatch.undo()
     assert states(first) == {"full-s0": "trained"}

@@ -1,0 +1,144 @@
+"""One cell of a matrix: training, the evaluations after it, and what is kept of it, whatever became of it."""
+
+from __future__ import annotations
+
+import gc
+import shutil
+
+import torch
+
+from qerl.errors import QerlError, RunFolderError, RunStopped
+from qerl.experiments.cells import Cell
+from qerl.experiments.final import Trained, evaluate_trained, from_trainer, reopen, wanted
+from qerl.experiments.manifest import State
+from qerl.experiments.plan import Plan
+from qerl.experiments.shared import take_over_before
+from qerl.experiments.summary import write_cell_summary
+from qerl.metrics.run_dir import RunDir
+from qerl.metrics.run_lock import RunLock
+from qerl.train.run import train
+from qerl.train.stop import Deadline, StopRequest
+
+FAILURES = (QerlError, RuntimeError, ArithmeticError, AssertionError)
+"""What ends a cell and not the matrix: refused settings, numbers that are not finite, memory that ran out, broken invariants."""
+RUNNING = ".running"
+"""Folder of the matrix folder with the locks of cells at work."""
+
+
+def lock(plan: Plan, cell: Cell) -> RunLock:
+    """What one process alone may hold that works on a cell. It lies outside the cell's folder, which a fresh start removes."""
+    return RunLock(plan.out / RUNNING / cell.name, "cell", "Wait until it ends, or stop that process")
+
+
+def run_cell(plan: Plan, cell: Cell, deadline: Deadline, *, own_process: bool) -> str:
+    """Run, or go on with, one cell in this process, which may be its own; returns its new state. What fails is kept.
+
+    Raises:
+        RunStopped: a signal ended it, after a step or at once; its state is ``stopped``, or ``trained`` after the last step.
+        RunFolderError: another process is at work on it, or its folder is not the matrix's; nothing is changed.
+    """
+    with lock(plan, cell):
+        return _run_locked(plan, cell, deadline, own_process=own_process)
+
+
+def _run_locked(plan: Plan, cell: Cell, deadline: Deadline, *, own_process: bool) -> str:
+    assert cell.config is not None
+    run = plan.run(cell)
+    _refuse_strangers(plan, cell, run)
+    plan.manifest.set_state(cell.name, "running", error=None, own_process=own_process)
+    try:
+        state = _train_and_evaluate(plan, cell, run, deadline)
+        plan.manifest.set_state(cell.name, state)
+    except RunStopped:
+        plan.manifest.set_state(cell.name, "trained" if has_all_steps(run) else "stopped")
+        write_cell_summary(plan, cell)
+        raise
+    except FAILURES as error:
+        what = str(error) or type(error).__name__
+        plan.manifest.set_state(cell.name, "failed", error=f"{type(error).__name__}: {what}"[:2000])
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    write_cell_summary(plan, cell)
+    return plan.state(cell)
+
+
+def _train_and_evaluate(plan: Plan, cell: Cell, run: RunDir, deadline: Deadline) -> State:
+    # Trials are judged by their evaluation after training alone.
+    config, specs = cell.config, () if cell.phase == "tune" else plan.matrix.final
+    assert config is not None
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    done, signal_number = True, None
+
+    def finals(trained: Trained, stop: StopRequest) -> None:
+        """Those that there is time for, until a signal comes."""
+        nonlocal done, signal_number
+
+        def time_for(seconds: float) -> bool:
+            left = deadline.seconds_left()
+            return not stop.requested and (left is None or left > seconds)
+
+        done = evaluate_trained(trained, specs, time_for)
+        signal_number = stop.signal_number
+
+    if has_all_steps(run):
+        if len(run.read_json(run.final_path) or {}) < len(wanted(specs, config)):
+            with StopRequest(lambda text: None) as stop:
+                finals(reopen(config, run), stop)
+    else:
+        resume = _prepare(plan, run)
+        try:
+            train(
+                config,
+                resume=resume,
+                deadline=deadline,
+                before=lambda trainer: take_over_before(trainer, (plan.run(c) for c in plan.cells if c != cell)),
+                after=lambda trainer, stop: finals(from_trainer(trainer), stop),
+            )
+        finally:
+            share_probe(plan, run)
+        if not has_all_steps(run):
+            return "stopped"
+    if signal_number is not None and not done:
+        raise RunStopped("stopped between evaluations of the trained model", signal_number)
+    return "finished" if done else "trained"
+
+
+def has_all_steps(run: RunDir) -> bool:
+    """Whether a run has made its last step and said so."""
+    return run.holds_a_run() and (run.read_json(run.summary_path) or {}).get("status") == "finished"
+
+
+def _refuse_strangers(plan: Plan, cell: Cell, run: RunDir) -> None:
+    """A folder of the cell's name that the matrix has not made is left alone.
+
+    Raises:
+        RunFolderError: there is one, with something in it.
+    """
+    if plan.state(cell) == "waiting" and run.path.exists() and any(run.path.iterdir()):
+        raise RunFolderError(
+            "the cell's folder holds something that is not the matrix's",
+            got=run.path,
+            remedy="Move it away, or choose another --out",
+        )
+
+
+def _prepare(plan: Plan, run: RunDir) -> bool:
+    """Whether to go on from a checkpoint. A start that never saved is begun anew; every cell gets the matrix's probe set."""
+    if run.holds_a_run() and run.latest_checkpoint() is not None:
+        return True
+    if run.path.exists():
+        shutil.rmtree(run.path)
+    shared = RunDir(plan.out).probe_path
+    if shared.exists():
+        run.path.mkdir(parents=True)
+        shutil.copyfile(shared, run.probe_path)
+    return False
+
+
+def share_probe(plan: Plan, run: RunDir) -> None:
+    """The first cell's probe set becomes that of all: entropies are compared on one set."""
+    shared = RunDir(plan.out).probe_path
+    if run.probe_path.exists() and not shared.exists():
+        shutil.copyfile(run.probe_path, shared)
