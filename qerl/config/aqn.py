@@ -73,7 +73,7 @@ class AqnConfig(Section):
     """Sigma of stage 1; with magnitude=kl its KL target, in nats a token (such as 0.02)."""
     sigma_end: Annotated[float, Field(ge=0)] = 5.0e-4
     """Sigma of the last stage; with magnitude=kl its KL target (such as 1e-4)."""
-    num_stages: Annotated[int, Field(ge=2)] = 10
+    num_stages: Annotated[int, Field(ge=2, le=10_000)] = 10
     """Number of stages K over the planned optimizer updates; stage = floor(K * completed / planned)."""
     scope: Literal["rollout", "group", "response", "token"] = "rollout"
     """How long one draw lasts. `rollout`: a whole rollout phase. `group`: the answers to one prompt occurrence. `response`: one answer. `token`: one position of one answer."""

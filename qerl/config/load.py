@@ -21,6 +21,7 @@ from pydantic_core import ErrorDetails
 
 from qerl.config.fields import Key, all_keys, section_names
 from qerl.config.schema import Config
+from qerl.config.section import RULE
 from qerl.config.suggest import suggest_key
 from qerl.config.yaml_io import dump_yaml, parse_yaml
 from qerl.errors import ConfigError, nearest
@@ -228,8 +229,9 @@ def _problem(path: _Path, detail: ErrorDetails, values: dict[str, Any], origins:
         keys = ", ".join(known.removeprefix(f"{name}.") for known in all_keys() if known.startswith(f"{name}."))
         return _Problem(f"{where} is a section", got=_shown(detail["input"]), expected=f"a mapping with some of {keys}")
     near = nearest(detail["input"], key.choices) if isinstance(detail["input"], str) else None
+    expected = f"{key.expected}, {detail['ctx'][RULE]}" if detail["type"] == RULE else key.expected
     got = _shown(functools.reduce(operator.getitem, path, values))
-    return _Problem(where, got=got, expected=key.expected, remedy=f"Did you mean {near}?" if near else None)
+    return _Problem(where, got=got, expected=expected, remedy=f"Did you mean {near}?" if near else None)
 
 
 def _unknown(name: str, where: str, value: Any) -> _Problem:

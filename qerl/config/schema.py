@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 from qerl.config.aqn import AqnConfig
 from qerl.config.diagnostics import DiagnosticsConfig
 from qerl.config.objective import ObjectiveConfig
-from qerl.config.section import Fraction, NonNegative, Positive, Section
+from qerl.config.section import EachOnce, Fraction, NonNegative, Positive, Section, Temperature
 
 Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 PROJECTIONS: tuple[Projection, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -85,8 +85,8 @@ class LoraConfig(Section):
     """Rank r of A [r, d_in] and B [d_out, r]."""
     alpha: Annotated[float, Field(gt=0)] = 32.0
     """Scale numerator; the adapter output is multiplied by alpha / rank."""
-    targets: tuple[Projection, ...] = PROJECTIONS
-    """Projections that carry an adapter. One that matches nothing in the model is an error."""
+    targets: Annotated[tuple[Projection, ...], EachOnce] = PROJECTIONS
+    """Projections that carry an adapter, each named once. One that matches nothing in the model is an error."""
     train_norms: bool = True
     """Also train the two RMSNorm scales of each layer (the released recipe does); the final norm stays frozen."""
 
@@ -120,8 +120,8 @@ class RolloutConfig(Section):
     """Prompts drawn per rollout."""
     group_size: Annotated[int, Field(ge=2)] = 8
     """Answers per prompt (TRL `num_generations`)."""
-    temperature: Annotated[float, Field(ge=0)] = 1.0
-    """Sampling temperature; training refuses 0."""
+    temperature: Temperature = 1.0
+    """Sampling temperature, from 0.001; or 0, greedy, which training refuses."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Nucleus mass; 1 is off. Anything below 1 warns in training: mass outside the support cannot be recovered."""
     top_k: NonNegative = 0
@@ -243,8 +243,8 @@ class EvalConfig(Section):
     """Evaluate before the first step."""
     after: bool = True
     """Evaluate after the last step."""
-    temperature: Annotated[float, Field(ge=0)] = 0.0
-    """0 is greedy."""
+    temperature: Temperature = 0.0
+    """0 is greedy; else from 0.001."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Nucleus mass."""
     samples: Positive = 1
@@ -270,7 +270,7 @@ class EvalConfig(Section):
 class LogConfig(Section):
     """Where metrics go besides metrics.jsonl."""
 
-    backends: tuple[Literal["jsonl", "tensorboard", "wandb", "trackio"], ...] = ("jsonl",)
+    backends: Annotated[tuple[Literal["jsonl", "tensorboard", "wandb", "trackio"], ...], EachOnce] = ("jsonl",)
     """jsonl is always written; the others need their package."""
     completions: NonNegative = 8
     """Answers per step written as readable text under completions/."""

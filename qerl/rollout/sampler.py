@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from qerl.config.section import MIN_TEMPERATURE
 from qerl.errors import ConfigError
 from qerl.kernels.philox import uniform_at
 from qerl.kernels.sampling import draw_token, reference, truncate
@@ -38,7 +39,11 @@ class Chosen(NamedTuple):
 def check_sampling(spec: SamplingSpec) -> None:
     """Raise ConfigError, by the setting's name, for a value that has no meaning."""
     rules = (
-        ("temperature", spec.temperature >= 0, "0 (greedy) or more"),
+        (
+            "temperature",
+            spec.temperature == 0 or spec.temperature >= MIN_TEMPERATURE,
+            f"0 (greedy), or {MIN_TEMPERATURE:g} and more",
+        ),
         ("top_p", 0 < spec.top_p <= 1, "more than 0 and at most 1 (1 is off)"),
         ("top_k", spec.top_k >= 0, "0 (off) or more"),
         ("min_p", 0 <= spec.min_p <= 1, "0 (off) to 1"),

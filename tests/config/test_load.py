@@ -51,6 +51,22 @@ def test_every_way_to_write_a_number_is_a_number(text):
     assert load_config(None, [f"optim.lr={text}"]).optim.lr == 1e-5
 
 
+@pytest.mark.parametrize(
+    ("override", "value"),
+    [
+        ("rollout.temperature=0", 0.0),
+        ("rollout.temperature=0.001", 0.001),
+        ("rollout.top_k=1000000000", 10**9),
+        ("train.memory_budget=1e36", 1e36),
+        ("train.seed=18446744073709551615", 2**64 - 1),
+    ],
+)
+def test_the_ends_of_what_is_allowed_are_allowed(override, value):
+    name = override.partition("=")[0]
+    section, key = name.split(".")
+    assert getattr(getattr(load_config(None, [override]), section), key) == value
+
+
 def test_off_and_on_are_words_not_booleans():
     config = load_config(None, ["log.progress=off", "quant.dense_cache=on", "objective.is_cap=off"])
     assert (config.log.progress, config.quant.dense_cache, config.objective.is_cap) == ("off", "on", "off")
@@ -73,6 +89,20 @@ def test_off_and_on_are_words_not_booleans():
         ("eval.max_new_tokens=0", "got 0; expected integer >= 1 or null"),
         ("quant.format=nvpf4", "got 'nvpf4'; expected bf16, nvfp4, mxfp4 or nf4. Did you mean nvfp4?"),
         ("lora.targets=[q_proj, kproj]", "Did you mean k_proj?"),
+        (
+            "lora.targets=[q_proj, q_proj]",
+            "q_proj']; expected list of (q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj or down_proj), each named once",
+        ),
+        ("log.backends=[jsonl, jsonl]", "wandb or trackio), each named once"),
+        ("rollout.temperature=1e-50", "got 1e-50; expected number >= 0, at least 0.001 where it is not 0 (greedy)"),
+        ("eval.temperature=0.0009", "got 0.0009; expected number >= 0, at least 0.001 where it is not 0 (greedy)"),
+        ("rollout.top_k=100000000000000000000", "got 100000000000000000000; expected integer >= 0, at most 1e+09"),
+        ("rollout.max_new_tokens=1000000001", "got 1000000001; expected integer >= 1, at most 1e+09"),
+        ("train.memory_budget=1e300", "got 1e+300; expected number > 0 or auto or off, at most 1e+36"),
+        ("rollout.kv_cache_gb=1e300", "got 1e+300; expected number > 0 or auto, at most 1e+36"),
+        ("reward.weights=[1, -1e37]", "got [1, -1e+37]; expected list of (number), at most 1e+36"),
+        ("aqn.num_stages=1000000", "got 1000000; expected integer >= 2 and <= 10000"),
+        ("train.seed=18446744073709551616", "got 18446744073709551616; expected integer >= 0 and < 1.84467e+19"),
         ("quant=3", "quant (command line) is a section; got 3; expected a mapping with some of format, method"),
     ],
 )

@@ -246,7 +246,16 @@ def test_random_numbers_differ_by_seed_stream_and_rollout():
 
 
 @pytest.mark.parametrize(
-    "bad", [{"temperature": -0.1}, {"top_p": 0.0}, {"top_p": 1.5}, {"top_k": -1}, {"min_p": 1.1}, {"max_new_tokens": 0}]
+    "bad",
+    [
+        {"temperature": -0.1},
+        {"temperature": 1e-9},
+        {"top_p": 0.0},
+        {"top_p": 1.5},
+        {"top_k": -1},
+        {"min_p": 1.1},
+        {"max_new_tokens": 0},
+    ],
 )
 def test_a_setting_without_meaning_is_refused_by_name(bad):
     with pytest.raises(ConfigError, match=next(iter(bad))):
