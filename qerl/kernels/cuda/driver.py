@@ -6,7 +6,7 @@ A launch is asynchronous, never waits for the device and allocates nothing, so i
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -52,7 +52,7 @@ class Launch:
     cluster: int = 1
     """Blocks of a cluster."""
     overlap: bool = False
-    """Programmatic dependent launch: the kernel may start before the one in front of it has ended, and itself waits."""
+    """Programmatic dependent launch, where the device has it: the kernel may start before the one in front of it has ended, and itself waits."""
 
 
 class Kernel:
@@ -66,6 +66,7 @@ class Kernel:
         _check(driver.cuModuleGetFunction(ctypes.byref(self._function), module, function.encode()), function)
         self._name = function
         self._shared = 48 * 1024
+        self._can_overlap = torch.cuda.get_device_capability() >= (9, 0)
 
     def launch(self, launch: Launch, params: ctypes.Structure) -> None:
         """Start the kernel on torch's current stream, with one argument passed by value.
@@ -74,6 +75,8 @@ class Kernel:
             KernelUnavailableError: the driver refuses the launch.
         """
         self._allow_shared(launch.shared)
+        if launch.overlap and not self._can_overlap:
+            launch = replace(launch, overlap=False)
         config, _attributes = _config(launch, torch.cuda.current_stream().cuda_stream)
         arguments = (ctypes.c_void_p * 1)(ctypes.addressof(params))
         _check(_driver().cuLaunchKernelEx(ctypes.byref(config), self._function, arguments, None), self._name)

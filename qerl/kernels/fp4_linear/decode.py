@@ -161,5 +161,7 @@ def _launch(shape: Geometry) -> Launch:
         block=geometry.threads(shape.columns),
         shared=shape.shared,
         cluster=shape.cluster,
-        overlap=True,
+        # A, B and bias are read ahead of the wait for the kernel in front. In a captured step that kernel never writes them; outside, it may
+        # be what has just brought the adapters up to date.
+        overlap=torch.cuda.is_current_stream_capturing(),
     )

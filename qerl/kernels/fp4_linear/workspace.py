@@ -40,6 +40,8 @@ class Workspace:
         """What the decode kernel chose, by the eights of rows of x, the weight's shape and the rows of the stacked A."""
         self._scratch: Tensor | None = None
         self._counters: Tensor | None = None
+        self._kept: list[Tensor] = []
+        """Counters of captures that were the first to ask: of the graph's memory, which must not go to anything else."""
         self._signals = 0
         self._alphas: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._clusters: dict[tuple[int, int], int] = {}
@@ -61,7 +63,9 @@ class Workspace:
         if self._counters is not None:
             return self._counters
         counters = torch.zeros(_FIRST_SIGNAL + _SIGNALS, dtype=torch.int32, device=self.device)
-        if not torch.cuda.is_current_stream_capturing():
+        if torch.cuda.is_current_stream_capturing():
+            self._kept.append(counters)
+        else:
             self._counters = counters
         return counters
 

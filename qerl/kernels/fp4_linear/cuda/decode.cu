@@ -266,7 +266,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode(const __grid_con
   }
   cluster_wait();
   if (warp >= WARPS) warm_epilogue(p, w, thread - 32 * WARPS);
-  // Nor do adapters change under a kernel that lets the next one start early.
+  // Nor do adapters change under the kernel in front, where launches overlap at all (in captures).
   uint4 a[HALVES][2];
   if (cluster < p.groups * p.chunks) {
     const Piece piece = piece_of(p, w, cluster);
