@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,6 +25,8 @@ SHARE = 0.7
 """Share of the budget that larger passes may fill: their pieces leave gaps between them."""
 MOST_PASS_TOKENS, MOST_ELEMENTS = 1 << 16, 1 << 30
 """Most tokens of a pass, and elements of its widest tensor."""
+MOST_TRIED = 1 << 20
+"""Tokens of a pass up to which the most that fits is looked for."""
 HALF = 0.5
 """Share of what keys and values could have by being given back, from which they are rather kept."""
 SMALLEST_GB = 1e-6
@@ -51,14 +53,16 @@ class Limit:
     now: int
     largest: int | None
     """None when no value fits."""
+    held_by: str
+    """What a larger value runs into: memory, or a bound that is none of memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """One setting changed."""
+    """One setting changed, with what it needs beside it."""
 
     change: str
-    """As ``key=value``."""
+    """As ``key=value``, as it can be added to the settings that were asked for; more than one with spaces."""
     peak: int
     """Bytes at the peak with it."""
     phase: str
@@ -193,9 +197,19 @@ def changed(config: Config, setting: str, value: Any) -> Config:
     Raises:
         ValidationError: the other settings do not allow it.
     """
+    return altered(config, {setting: value})
+
+
+def altered(config: Config, changes: Mapping[str, Any]) -> Config:
+    """The configuration with dotted settings changed at once.
+
+    Raises:
+        ValidationError: the other settings do not allow them.
+    """
     values = config.model_dump()
-    section, _, key = setting.rpartition(".")
-    values[section][key] = value
+    for setting, value in changes.items():
+        section, _, key = setting.rpartition(".")
+        values[section][key] = value
     return Config.model_validate(values)
 
 
@@ -205,6 +219,7 @@ def limits(config: Config, spec: ModelSpec, budget: Budget, *, device_type: str)
     open_kv = changed(config, "rollout.kv_cache_gb", "auto")
     longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
     answers = config.rollout.prompts_per_step * config.rollout.group_size
+    whole = "train.token_budget" if config.pass_tokens < spec.max_positions else "positions of the model"
     positions = min(spec.max_positions, config.pass_tokens) - config.rollout.max_prompt_tokens
 
     def fits(setting: str, value: int) -> bool:
@@ -217,14 +232,16 @@ def limits(config: Config, spec: ModelSpec, budget: Budget, *, device_type: str)
             tried = changed(tried, "rollout.kv_cache_gb", one)
         return predict(tried, spec, device_type=device_type).peak <= budget.size
 
-    return [
-        Limit(setting=setting, now=now, largest=largest_that(partial(fits, setting), low, high))
-        for setting, now, low, high in (
-            ("rollout.max_num_seqs", config.decode_slots, 1, answers),
-            ("train.token_budget", config.pass_tokens, longest, 1 << 20),
-            ("rollout.max_new_tokens", config.rollout.max_new_tokens, 1, positions),
-        )
-    ]
+    found = []
+    for setting, now, low, high, otherwise in (
+        ("rollout.max_num_seqs", config.decode_slots, 1, answers, "answers of a step"),
+        ("train.token_budget", config.pass_tokens, longest, MOST_TRIED, "nothing"),
+        ("rollout.max_new_tokens", config.rollout.max_new_tokens, 1, positions, whole),
+    ):
+        largest = largest_that(partial(fits, setting), low, high)
+        held_by = otherwise if largest == high else "memory"
+        found.append(Limit(setting=setting, now=now, largest=largest, held_by=held_by))
+    return found
 
 
 def largest_that(test: Callable[[int], bool], low: int, high: int) -> int | None:
@@ -237,60 +254,72 @@ def largest_that(test: Callable[[int], bool], low: int, high: int) -> int | None
     return low
 
 
-def options(config: Config, spec: ModelSpec, budget: Budget | None, *, device_type: str) -> list[Option]:
+def options(
+    config: Config, spec: ModelSpec, budget: Budget | None, *, device_type: str, asked: Config | None = None
+) -> list[Option]:
     """What each setting that saves memory would bring, one at a time, least peak first. Those are left out that change neither the
-    peak nor another phase that is beyond the budget."""
+    peak nor another phase that is beyond the budget.
+
+    Args:
+        config: resolved; peaks are those of it with the change.
+        asked: as it was before :func:`resolve`, to which the changes can be added; None: ``config`` itself.
+    """
     now = predict(config, spec, device_type=device_type)
     tight = [now.peak_phase, *(phase for phase in PHASES if budget is not None and now.total(phase) > budget.size)]
     found = []
-    for setting, value, price in _candidates(config):
+    for changes, price in _candidates(config, asked or config):
         try:
-            tried = changed(config, setting, value)
+            altered(asked or config, changes)
+            tried = altered(config, changes)
         except ValidationError:
             continue
         ledger = predict(tried, spec, device_type=device_type)
         if any(ledger.total(phase) < NOTABLE * now.total(phase) for phase in tight):
-            found.append(Option(change=f"{setting}={value}", peak=ledger.peak, phase=ledger.peak_phase, price=price))
+            found.append(Option(change=_as_text(changes), peak=ledger.peak, phase=ledger.peak_phase, price=price))
     return sorted(found, key=lambda option: option.peak)
 
 
-def together(config: Config, spec: ModelSpec, budget: Budget, *, device_type: str) -> list[str] | None:
-    """Settings that make a plan fit together, none of which can be left out; None if all of them do not.
+def together(asked: Config, spec: ModelSpec, budget: Budget, *, device_type: str) -> str | None:
+    """Settings that make a plan fit together when they are added to those asked for, none of which can be left out; None if all of them do
+    not.
 
     They are taken in the order of ``_candidates``, the least harmful first, and answers are never cut shorter.
+
+    Args:
+        asked: not resolved, so that what it leaves to the plan is decided anew.
     """
-    chosen: dict[str, Any] = {}
+    config = resolve(asked, spec, budget, device_type=device_type)
 
     def fits(changes: dict[str, Any]) -> bool:
-        tried = config
-        for setting, value in changes.items():
-            tried = changed(tried, setting, value)
-        tried = resolve(tried, spec, budget, device_type=device_type)
+        try:
+            tried = resolve(altered(asked, changes), spec, budget, device_type=device_type)
+        except ValidationError:
+            return False
         return predict(tried, spec, device_type=device_type).peak <= budget.size
 
-    for setting, value, _ in _candidates(config):
-        if setting == "rollout.max_new_tokens":
+    chosen: dict[str, Any] = {}
+    for changes, _ in _candidates(config, asked):
+        if "rollout.max_new_tokens" in changes:
             continue
-        try:
-            if fits({**chosen, setting: value}):
-                chosen[setting] = value
-                break
-        except ValidationError:
-            continue
-        chosen[setting] = value
+        chosen |= changes
+        if fits(chosen):
+            break
     else:
         return None
-    for setting in list(chosen)[:-1]:
-        fewer = {key: value for key, value in chosen.items() if key != setting}
-        try:
-            chosen = fewer if fits(fewer) else chosen
-        except ValidationError:
-            continue
-    return [f"{setting}={value}" for setting, value in chosen.items()]
+    while needless := next((key for key in chosen if fits({k: v for k, v in chosen.items() if k != key})), None):
+        del chosen[needless]
+    return _as_text(chosen)
 
 
-def _candidates(config: Config) -> Iterator[tuple[str, Any, str]]:
-    """(setting, value, price) of settings that need less memory than those now, the least harmful first."""
+def _as_text(changes: Mapping[str, Any]) -> str:
+    """As arguments of a command."""
+    shown = {True: "true", False: "false"}
+    return " ".join(f"{key}={shown[value] if isinstance(value, bool) else value}" for key, value in changes.items())
+
+
+def _candidates(config: Config, asked: Config) -> Iterator[tuple[dict[str, Any], str]]:
+    """(settings, price) of what needs less memory than a resolved configuration, the least harmful first; each can be added to the
+    settings asked for, from which it was made."""
     train, rollout, quant = config.train, config.rollout, config.quant
     for choice, price in (
         ("selective", "norms and activations computed twice"),
@@ -298,25 +327,28 @@ def _candidates(config: Config) -> Iterator[tuple[str, Any, str]]:
     ):
         now = ORDER.index(train.checkpointing) if train.checkpointing != "auto" else 0
         if ORDER.index(choice) > now:
-            yield "train.checkpointing", choice, price
-    if train.checkpointing == "full" and not train.activation_offloading:
-        yield "train.activation_offloading", True, "layer inputs cross the bus twice"
+            yield {"train.checkpointing": choice}, price
+    if not train.activation_offloading:
+        # It means something with full checkpointing alone, which the plan may have chosen without being told.
+        fixed = {} if asked.train.checkpointing == "full" else {"train.checkpointing": "full"}
+        more = "" if train.checkpointing == "full" else "; a third more arithmetic"
+        yield {**fixed, "train.activation_offloading": True}, f"layer inputs cross the bus twice{more}"
     longest = rollout.max_prompt_tokens + rollout.max_new_tokens
     for budget in sorted({max(longest, config.pass_tokens // 2), longest}, reverse=True):
         if budget < config.pass_tokens:
-            yield "train.token_budget", budget, "smaller products; the loss is the same"
+            yield {"train.token_budget": budget}, "smaller products; the loss is the same"
     if config.decode_slots > 1:
-        yield "rollout.max_num_seqs", config.decode_slots // 2, "more waves of answers"
-    yield "rollout.max_new_tokens", rollout.max_new_tokens // 2, "long answers are cut off"
+        yield {"rollout.max_num_seqs": config.decode_slots // 2}, "more waves of answers"
+    yield {"rollout.max_new_tokens": rollout.max_new_tokens // 2}, "long answers are cut off"
     if config.optim.name == "adamw":
-        yield "optim.name", "adamw_8bit", "moments rounded to 8 bits; needs bitsandbytes"
+        yield {"optim.name": "adamw_8bit"}, "moments rounded to 8 bits; needs bitsandbytes"
     if train.mode == "lora":
         if quant.format == "bf16":
-            yield "quant.format", "nvfp4", "the base is rounded to 4 bits"
+            yield {"quant.format": "nvfp4"}, "the base is rounded to 4 bits"
         if quant.lm_head == "bf16":
-            yield "quant.lm_head", "fp8", "the LM head is rounded to 8 bits"
-            yield "quant.lm_head", "nvfp4", "the LM head is rounded to 4 bits"
+            yield {"quant.lm_head": "fp8"}, "the LM head is rounded to 8 bits"
+            yield {"quant.lm_head": "nvfp4"}, "the LM head is rounded to 4 bits"
         if config.lora.rank > 1:
-            yield "lora.rank", config.lora.rank // 2, "half the adapter"
+            yield {"lora.rank": config.lora.rank // 2}, "half the adapter"
     if quant.dense_cache == "on":
-        yield "quant.dense_cache", "off", "weights are unpacked at every product"
+        yield {"quant.dense_cache": "off"}, "weights are unpacked at every product"

@@ -25,10 +25,10 @@ def settle_memory(config: Config) -> Config:
     device = resolve_device(config.model.device)
     spec = ModelSpec.from_folder(require_model_path(config))
     budget = memory.budget_of(config, device)
-    config = memory.resolve(config, spec, budget, device_type=device.type)
-    text = memory_text(config, spec, budget, device_type=device.type) if budget is not None else ""
-    memory.check_budget(config, spec, budget, device_type=device.type, text=text)
-    return config
+    settled = memory.resolve(config, spec, budget, device_type=device.type)
+    text = memory_text(settled, spec, budget, device_type=device.type, asked=config) if budget is not None else ""
+    memory.check_budget(settled, spec, budget, device_type=device.type, text=text)
+    return settled
 
 
 def plan(config: Config, *, gpu: str | None = None, width: int = 100) -> tuple[str, bool]:
@@ -51,15 +51,21 @@ def plan(config: Config, *, gpu: str | None = None, width: int = 100) -> tuple[s
         device_type, budget = device.type, memory.budget_of(config, device)
     else:
         device_type, budget = "cuda", memory.parse_size(gpu)
-    config = memory.resolve(config, spec, budget, device_type=device_type)
-    peak = memory.predict(config, spec, device_type=device_type).peak
-    return memory_text(
-        config, spec, budget, device_type=device_type, width=width
-    ), budget is None or peak <= budget.size
+    settled = memory.resolve(config, spec, budget, device_type=device_type)
+    peak = memory.predict(settled, spec, device_type=device_type).peak
+    text = memory_text(settled, spec, budget, device_type=device_type, asked=config, width=width)
+    return text, budget is None or peak <= budget.size
 
 
-def memory_text(config: Config, spec: ModelSpec, budget: Budget | None, *, device_type: str, width: int = 100) -> str:
-    """The ledger by phase, the verdict, the largest sequences and lengths that fit, and what each setting buys."""
+def memory_text(
+    config: Config, spec: ModelSpec, budget: Budget | None, *, device_type: str, asked: Config, width: int = 100
+) -> str:
+    """The ledger by phase, the verdict, the largest sequences and lengths that fit, and what each setting buys.
+
+    Args:
+        config: resolved.
+        asked: as it was before, which the settings that are advised can be added to.
+    """
     ledger = memory.predict(config, spec, device_type=device_type)
     out = StringIO()
     console = Console(file=out, width=width, highlight=False)
@@ -74,11 +80,16 @@ def memory_text(config: Config, spec: ModelSpec, budget: Budget | None, *, devic
         verdict = f"fits, {room / GB:.2f} GB to spare" if room >= 0 else f"DOES NOT FIT, {-room / GB:.2f} GB too much"
         console.print(f"budget: {budget.size / GB:.2f} GB ({budget.source}): {verdict}", markup=False)
         if room < 0:
-            changes = memory.together(config, spec, budget, device_type=device_type)
-            advice = "no settings below together do" if changes is None else " ".join(changes)
-            console.print(f"what would fit: {advice}", markup=False)
+            advice = memory.together(asked, spec, budget, device_type=device_type)
+            console.print(f"what would fit: {advice or 'no settings below together do'}", markup=False)
+        elif asked.rollout.kv_cache_gb == "auto" and _is_cut(config, spec, device_type):
+            console.print(
+                "Keys and values were given what is left. The budget is of allocated memory: the allocator may reserve more.",
+                markup=False,
+            )
         console.print(_limits_table(memory.limits(config, spec, budget, device_type=device_type)))
-    console.print(_options_table(memory.options(config, spec, budget, device_type=device_type), ledger.peak))
+    options = memory.options(config, spec, budget, device_type=device_type, asked=asked)
+    console.print(_options_table(options, ledger.peak))
     return out.getvalue()
 
 
@@ -99,11 +110,16 @@ def _ledger_table(ledger: memory.Ledger, device_type: str) -> Table:
     return table
 
 
+def _is_cut(config: Config, spec: ModelSpec, device_type: str) -> bool:
+    """Whether not all sequences have room at their longest."""
+    return kv_bytes(config, spec, device_type) < wanted_kv_bytes(config, spec, device_type)
+
+
 def _cache_line(config: Config, spec: ModelSpec, device_type: str) -> str:
     """Room for keys and values against what all sequences want at their longest."""
     size, wanted = kv_bytes(config, spec, device_type), wanted_kv_bytes(config, spec, device_type)
     line = f"keys and values: {size / GB:.2f} GB"
-    if size < wanted:
+    if _is_cut(config, spec, device_type):
         one = wanted_kv_bytes(config, spec, device_type, sequences=2) - wanted_kv_bytes(
             config, spec, device_type, sequences=1
         )
@@ -114,18 +130,22 @@ def _cache_line(config: Config, spec: ModelSpec, device_type: str) -> str:
 
 
 def _limits_table(limits: list[memory.Limit]) -> Table:
-    table = Table("setting", "now", "most that fits", title="Largest, one at a time")
+    table = Table("setting", "now", "most that fits", "held by", title="Largest, one at a time")
     for limit in limits:
-        table.add_row(limit.setting, f"{limit.now:,}", "none" if limit.largest is None else f"{limit.largest:,}")
+        largest = "none" if limit.largest is None else f"{limit.largest:,}"
+        table.add_row(limit.setting, f"{limit.now:,}", largest, limit.held_by)
     return table
 
 
 def _options_table(options: list[memory.Option], peak: int) -> Table:
-    table = Table(
-        "setting", "peak", "less by", "then the peak is", "price", title="What would need less, one at a time"
-    )
+    """Settings are never cut off: they are to be copied."""
+    table = Table(title="What would need less, one at a time")
+    table.add_column("setting", no_wrap=True)
+    for name in ("peak", "less by", "then the peak is", "price"):
+        table.add_column(name, overflow="fold")
     for option in options:
-        table.add_row(option.change, _gb(option.peak), _gb(peak - option.peak), option.phase, option.price)
+        change = option.change.replace(" ", "\n")
+        table.add_row(change, _gb(option.peak), _gb(peak - option.peak), option.phase, option.price)
     return table
 
 

@@ -48,7 +48,8 @@ def describe(config: Config, *, width: int = 100) -> str:
     check_formats(spec, config.quant)
     device = resolve_device(config.model.device)
     budget = memory.budget_of(config, device)
-    config = memory.resolve(config, spec, budget, device_type=device.type)
+    asked = config
+    config = memory.resolve(asked, spec, budget, device_type=device.type)
     Rewarder(config.reward, config.rollout.max_new_tokens).close()
     check_backends(config.log.backends)
     tokenizer = load_tokenizer(folder)
@@ -61,7 +62,8 @@ def describe(config: Config, *, width: int = 100) -> str:
     console.print(_work_table(config, spec, data))
     if config.aqn.enabled:
         console.print(_noise_table(config))
-    console.print(memory_text(config, spec, budget, device_type=device.type, width=width), markup=False, end="")
+    text = memory_text(config, spec, budget, device_type=device.type, asked=asked, width=width)
+    console.print(text, markup=False, end="")
     for text in [*notes, *found, *config_warnings(config)]:
         console.print(f"warning: {text}", markup=False)
     return out.getvalue()

@@ -1,6 +1,8 @@
 """Budgets, limits and what each setting buys."""
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from typer.testing import CliRunner
 
 from qerl import memory
 from qerl.cli import app
+from qerl.config.load import load_config
 from qerl.errors import ConfigError, MemoryBudgetError
 from qerl.memory.advice import changed, largest_that
 from qerl.memory.ledger import wanted_kv_bytes
@@ -180,9 +183,8 @@ def test_options_are_true_and_sorted():
     assert [option.peak for option in found] == sorted(option.peak for option in found)
     now = memory.predict(config, spec, device_type="cuda").peak
     for option in found:
-        key, _, text = option.change.partition("=")
-        value = {"True": True}.get(text, int(text) if text.isdigit() else text)
-        assert memory.predict(changed(config, key, value), spec, device_type="cuda").peak == option.peak < now
+        tried = with_text(GRPO_STEP, option.change)
+        assert memory.predict(tried, spec, device_type="cuda").peak == option.peak < now
 
 
 @pytest.fixture
@@ -224,25 +226,106 @@ def test_training_refuses_the_plan_with_the_same_text(model):
     assert settle_memory(configured(*GRPO_STEP, f"model.path={model}", "train.memory_budget=off", "model.device=cpu"))
 
 
-def test_settings_that_fit_together_do_and_none_of_them_is_needless():
-    spec, bound = qwen("7b"), budget(9.4)
-    config = memory.resolve(configured(*GRPO_STEP, "rollout.prompts_per_step=8"), spec, bound, device_type="cuda")
-    assert memory.predict(config, spec, device_type="cuda").peak > bound.size
-    found = memory.together(config, spec, bound, device_type="cuda")
-    assert found and not any("max_new_tokens" in change for change in found)
+def with_text(settings, text):
+    """The settings with advised ones added, as on a command line."""
+    return configured(*settings, *text.split())
 
-    def fits(changes):
-        tried = config
-        for change in changes:
-            key, _, text = change.partition("=")
-            tried = changed(tried, key, {"True": True}.get(text, int(text) if text.isdigit() else text))
-        tried = memory.resolve(tried, spec, bound, device_type="cuda")
-        return memory.predict(tried, spec, device_type="cuda").peak <= bound.size
 
-    assert fits(found)
-    for left_out in found:
-        assert not fits([change for change in found if change != left_out]), left_out
-    assert memory.together(config, spec, budget(3), device_type="cuda") is None
+def fits(config, spec, bound):
+    settled = memory.resolve(config, spec, bound, device_type="cuda")
+    return memory.predict(settled, spec, device_type="cuda").peak <= bound.size
+
+
+UNTOLD = tuple(
+    setting for setting in GRPO_STEP if not setting.startswith(("train.checkpointing", "rollout.keep_cache"))
+)
+"""Leaves to the plan how much is computed again and whether keys and values are kept."""
+
+
+@pytest.mark.parametrize(
+    ("settings", "gigabytes"),
+    [(GRPO_STEP, 9.4), (UNTOLD, 9.4), (UNTOLD, 8.8), ((*UNTOLD, "train.token_budget=auto"), 8.3)],
+)
+def test_settings_that_fit_together_do_and_none_of_them_is_needless(settings, gigabytes):
+    spec, bound = qwen("7b"), budget(gigabytes)
+    settings = (*settings, "rollout.prompts_per_step=8")
+    asked = configured(*settings)
+    assert not fits(asked, spec, bound)
+    found = memory.together(asked, spec, bound, device_type="cuda")
+    assert found and "max_new_tokens" not in found
+    assert fits(with_text(settings, found), spec, bound)
+    changes = found.split()
+    for left_out in changes:
+        rest = " ".join(change for change in changes if change != left_out)
+        try:
+            without = with_text(settings, rest)
+        except ConfigError:
+            continue
+        assert not fits(without, spec, bound), left_out
+    assert memory.together(asked, spec, budget(3), device_type="cuda") is None
+
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "card", "enough"),
+    [
+        ("bigmath_14b_nvfp4_aqn", "14b", 16, False),
+        ("bigmath_14b_nvfp4_aqn", "14b", 24, False),
+        ("bigmath_7b_bf16", "7b", 16, False),
+        ("bigmath_7b_full", "7b", 120, True),
+        ("bigmath_32b_nvfp4", "32b", 32, False),
+        ("bigmath_32b_nvfp4", "32b", 48, True),
+    ],
+)
+def test_what_is_advised_can_be_added_to_what_was_asked_and_fits(tmp_path, name, size, card, enough):
+    """By the command, on the user's file: the whole advice, and each row of the table by itself."""
+    (tmp_path / "config.json").write_text(json.dumps(qwen_config(size)))
+    path = CONFIGS / f"{name}.yaml"
+
+    def run(*more):
+        return CliRunner().invoke(app, ["plan", str(path), f"model.path={tmp_path}", "--gpu", f"{card}GB", *more])
+
+    first = run()
+    assert first.exit_code == (0 if enough else 1), first.output
+    said = re.search(r"what would fit: (.*?)\n +Largest", first.output, flags=re.DOTALL)
+    assert (said is None) == enough
+    if said is not None:
+        again = run(*said[1].split())
+        assert again.exit_code == 0, (said[1], again.output)
+    spec, bound = qwen(size), memory.parse_size(f"{card}GB")
+    asked = load_config(path, [])
+    settled = memory.resolve(asked, spec, bound, device_type="cuda")
+    rows = memory.options(settled, spec, bound, device_type="cuda", asked=asked)
+    if not enough:
+        assert any(row.change.endswith("train.activation_offloading=true") for row in rows)
+    for row in rows:
+        assert all(change in first.output for change in row.change.split()), "whole, to be copied"
+        assert fits(load_config(path, row.change.split()), spec, bound) or row.peak > bound.size, row.change
+
+
+def test_the_most_that_fits_says_what_a_larger_value_runs_into():
+    spec, bound = qwen("7b"), budget(44)
+
+    def held(*settings):
+        found = memory.limits(configured(*GRPO_STEP, *settings), spec, bound, device_type="cuda")
+        return {limit.setting: (limit.largest, limit.held_by) for limit in found}
+
+    found = held()
+    assert found["rollout.max_num_seqs"] == (8, "answers of a step")
+    assert found["rollout.max_new_tokens"] == (8192 - 128, "train.token_budget")
+    assert held("train.token_budget=32768")["rollout.max_new_tokens"] == (32768 - 128, "positions of the model")
+    assert held("rollout.prompts_per_step=64")["rollout.max_num_seqs"][1] == "memory"
+
+
+@pytest.mark.parametrize(("gigabytes", "said"), [(22, True), (80, False)])
+def test_a_plan_without_room_to_spare_says_who_took_it(tmp_path, gigabytes, said):
+    (tmp_path / "config.json").write_text(json.dumps(qwen_config("7b")))
+    settings = (*UNTOLD, "rollout.prompts_per_step=16", f"model.path={tmp_path}")
+    text, fitting = plan(configured(*settings), gpu=f"{gigabytes}GB", width=200)
+    assert fitting and ("Keys and values were given what is left" in text) == said
+    assert ("0.00 GB to spare" in text) == said
 
 
 LEAST_KV = 36 * 64 * 57344
