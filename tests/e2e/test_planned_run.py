@@ -1,7 +1,10 @@
 """A run whose memory is planned: decided before it starts, written down, kept when it goes on, refused when it does not fit."""
 
+import gc
 import json
+import weakref
 from dataclasses import asdict
+from functools import partial
 
 import pytest
 
@@ -10,6 +13,8 @@ from qerl.data.synthetic import arithmetic_problems
 from qerl.errors import MemoryBudgetError
 from qerl.metrics.catalogue import is_reproducible
 from qerl.metrics.run_dir import RunDir
+from qerl.rollout.engine import Engine
+from qerl.train import loop, session
 from qerl.train.run import train
 
 SETTINGS = (
@@ -72,3 +77,25 @@ def test_a_plan_beyond_the_budget_starts_nothing(run, tmp_path):
     with pytest.raises(MemoryBudgetError, match="does not fit"):
         run("refused", "train.memory_budget=0.001")
     assert not (tmp_path / "runs" / "refused").exists()
+
+
+@pytest.mark.parametrize("keep", ["off", "on"])
+def test_keys_and_values_are_gone_while_a_step_learns_unless_they_are_kept(run, monkeypatch, keep):
+    """With the pages that an engine keeps on a GPU, on the CPU."""
+    made, there = [], []
+    make, learn = Engine._workspace_for, loop.learn
+
+    def noted(engine, *sizes):
+        made.append(weakref.ref(workspace := make(engine, *sizes)))
+        return workspace
+
+    def looks(*arguments, **keywords):
+        gc.collect()
+        there.append(made[-1]() is not None)
+        return learn(*arguments, **keywords)
+
+    monkeypatch.setattr(session, "Engine", partial(Engine, paged=True))
+    monkeypatch.setattr(Engine, "_workspace_for", noted)
+    monkeypatch.setattr(loop, "learn", looks)
+    run("r", f"rollout.keep_cache={keep}", "train.steps=2", "aqn.enabled=false")
+    assert there == [keep == "on"] * 2
