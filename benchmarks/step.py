@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -56,7 +57,9 @@ from qerl.train.timing import StageTimer
 
 PROMPT, ANSWER, MICRO_BATCH = 128, 1920, 8192
 PART = 8
-"""A short rollout has this part of the tokens: from it and the passes a speed-up is predicted."""
+"""A short rollout has this part of the tokens: from it, one of twice as many and a micro-batch a speed-up is predicted."""
+REPEATS = 3
+"""Timed runs of a part, after one of the same shape that is not: what a shape needs at its first use is no part of its time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,10 +110,10 @@ CASES = (
     Case(kind="passes", size="0.5B", format="nf4"),
     Case(kind="passes", size="7B", format="nf4", needs=12),
     Case(kind="passes", size="32B", format="nf4", shapes=(8192,), needs=40),
-    Case(kind="whole", size="7B", prompts=8, new=1024, needs=12),
-    Case(kind="whole", size="7B", format="bf16", prompts=8, new=1024, needs=10),
-    Case(kind="whole", size="32B", needs=12),
-    Case(kind="whole", size="32B", format="bf16", needs=14),
+    Case(kind="whole", size="7B", prompts=8, new=1024, needs=20),
+    Case(kind="whole", size="7B", format="bf16", prompts=8, new=1024, needs=18),
+    Case(kind="whole", size="32B", needs=22),
+    Case(kind="whole", size="32B", format="bf16", needs=28),
     Case(kind="capped", size="32B", cap_gb=48.0, needs=20),
     Case(kind="capped", size="14B", cap_gb=24.0, needs=12),
     Case(kind="capped", size="7B", cap_gb=14.0, needs=10),
@@ -197,11 +200,8 @@ class Bench:
         packs = run.packs(MICRO_BATCH)
         row: dict[str, Any] = {}
         if case.cap_gb is None:
-            first, again = (run.generate(max(1, run.sampled // PART)) for _ in range(2))
-            run.engine.release()
-            # The first call captures its steps, as every rollout does whose memory was given back.
-            row["part_of_a_rollout"] = {"part": 1 / PART, "first": first, "again": again}
-            row["micro_batch_seconds"] = run.one_pass(packs[0].num_sequences)
+            row["part_of_a_rollout"] = run.part_of_a_rollout()
+            row["micro_batch"] = rated(run.passes(packs[0].num_sequences), None)
         timer, between = run.step()
         stages = {name: timer.total[name] for name in ("rollout", *STAGES)}
         row["seconds"] = {**stages, "to_training": between, "step": sum(stages.values()) + between}
@@ -223,28 +223,32 @@ class Bench:
         return row
 
     def speed_ups(self) -> dict[str, Any]:
-        """NVFP4 over BF16: by the clock, and from generation's share f of the BF16 step, a part of a rollout (s) and one micro-batch
-        (eta)."""
+        """NVFP4 over BF16: by the clock, and from generation's share f of the BF16 step, parts of a rollout (s) and a micro-batch (eta).
+        Beside s and eta of the parts stand those of the whole steps, and what eta of the stages gives with s of the parts: errors of the
+        two may cancel."""
         found: dict[str, Any] = {}
         for name, ours in self.rows.items():
             theirs = self.rows.get(name.replace("nvfp4", "bf16"), {})
-            if " GB" in name or "nvfp4" not in name or not ("seconds" in ours and "seconds" in theirs):
+            if " GB" in name or "nvfp4" not in name or not ("micro_batch" in ours and "micro_batch" in theirs):
                 continue
             step = theirs["seconds"]["step"]
             f = theirs["seconds"]["rollout"] / step
-            parts = [row["part_of_a_rollout"] for row in (theirs, ours)]
-            slow, fast = (part["first"] + (PART - 1) * part["again"] for part in parts)
-            learning = sum(theirs["seconds"][stage] for stage in ("logprobs", "backward"))
-            eta = (ours["micro_batch_seconds"] / theirs["micro_batch_seconds"] - 1) * learning / step
-            predicted, measured = speed_up(f, slow / fast, eta), step / ours["seconds"]["step"]
+            s = theirs["part_of_a_rollout"]["whole"] / ours["part_of_a_rollout"]["whole"]
+            fast, slow = (sum(row["seconds"][stage] for stage in ("logprobs", "backward")) for row in (ours, theirs))
+            eta = (ours["micro_batch"]["seconds"] / theirs["micro_batch"]["seconds"] - 1) * slow / step
+            eta_of_stages = (fast - slow) / step
+            measured = step / ours["seconds"]["step"]
+            predicted, with_stages = speed_up(f, s, eta), speed_up(f, s, eta_of_stages)
             found[name] = {
                 "measured": measured,
                 "predicted": predicted,
                 "error": predicted / measured - 1,
                 "f": f,
-                "s": slow / fast,
+                "s": s,
                 "s_of_the_whole_rollout": theirs["seconds"]["rollout"] / ours["seconds"]["rollout"],
                 "eta": eta,
+                "eta_of_the_stages": eta_of_stages,
+                "error_with_eta_of_the_stages": with_stages / measured - 1,
             }
         return found
 
@@ -288,12 +292,30 @@ class Run:
         key = (lambda key: 0) if config.shares_prompts(self.device.type) else None
         return list(pack(items, config.pass_tokens, self.device, prefix_key=key))
 
-    def one_pass(self, count: int) -> float:
-        """Seconds of log-probs and backward pass of so many answers, the second time."""
-        for _ in range(2):
+    def passes(self, count: int) -> list[float]:
+        """Seconds of log-probs and backward pass of so many answers, each after memory was given back, as in a step."""
+        found = []
+        for _ in range(1 + REPEATS):
+            memory.return_unused(self.device)
             timer = StageTimer(self.device)
             learned(self.config(MICRO_BATCH), self.model, self.optimizer, self.answers(count), timer)
-        return timer.total["logprobs"] + timer.total["backward"]
+            found.append(timer.total["logprobs"] + timer.total["backward"])
+        return found[1:]
+
+    def part_of_a_rollout(self) -> dict[str, Any]:
+        """Seconds of a short rollout and of one twice as long; ``whole``: what a rollout should take by them.
+
+        The first call captures its steps, as every rollout does whose memory was given back, and counts once; what a call costs beside
+        its decode steps counts once, too.
+        """
+        limit = max(1, self.sampled // PART)
+        first = self.generate(limit)
+        again = [self.generate(limit) for _ in range(REPEATS)]
+        twice = [self.generate(2 * limit) for _ in range(1 + REPEATS)][1:]
+        self.engine.release()
+        more = max(0.0, statistics.median(twice) - statistics.median(again))
+        whole = first + (self.sampled / limit - 1) * more
+        return {"tokens": limit, "first": first, "again": again, "twice": twice, "whole": whole}
 
     def sample(self, limit: int) -> list[Completion]:
         sampling = SamplingSpec(temperature=1.0, max_new_tokens=self.new, seed=0, rollout=0)

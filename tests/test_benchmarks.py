@@ -1,10 +1,12 @@
 """Benchmarks that run without a GPU in toy shapes, and the verb that starts them."""
 
 import json
+import statistics
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner
 
 from qerl.cli import app
@@ -28,6 +30,19 @@ def test_the_step_benchmark_runs_every_case_in_toy_shapes(tmp_path):
     found = content["speed_up_of_nvfp4_over_bf16"]
     assert found.keys() == {"7B nvfp4, step of 64 x 1024", "32B nvfp4, step of 8 x 2048"}
     assert all(entry["predicted"] > 0 and entry["measured"] > 0 for entry in found.values())
+    for name, entry in found.items():
+        ours, theirs = rows[name], rows[name.replace("nvfp4", "bf16")]
+        for row in (ours, theirs):
+            part, passes = row["part_of_a_rollout"], row["micro_batch"]
+            assert len(part["again"]) == len(part["twice"]) == len(passes["all"]) == 3
+            assert passes["seconds"] == statistics.median(passes["all"])
+            more = max(0.0, statistics.median(part["twice"]) - statistics.median(part["again"]))
+            assert part["whole"] == pytest.approx(part["first"] + 7 * more)
+        stages = [sum(row["seconds"][stage] for stage in ("logprobs", "backward")) for row in (ours, theirs)]
+        step = theirs["seconds"]["step"]
+        assert entry["eta_of_the_stages"] == pytest.approx((stages[0] - stages[1]) / step)
+        inverse = 1 - entry["f"] + entry["f"] / entry["s"] + entry["eta_of_the_stages"]
+        assert entry["error_with_eta_of_the_stages"] == pytest.approx(1 / inverse / entry["measured"] - 1)
 
 
 def test_the_benchmark_of_linear_layers_checks_and_times_each_kernel(tmp_path):
