@@ -25,7 +25,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 from rollout import BANDWIDTH  # noqa: E402
 from synthetic import SHAPES  # noqa: E402
-from timing import device_times  # noqa: E402
+from timing import device_times, require_gpu  # noqa: E402
 
 from qerl.env_info import collect_env  # noqa: E402
 from qerl.kernels.cached_attention import CacheRows, cached_attention, reference  # noqa: E402
@@ -101,6 +101,7 @@ def main() -> None:
     parser.add_argument("--sizes", default="7B")
     parser.add_argument("--cells", default=CELLS)
     arguments = parser.parse_args()
+    require_gpu(tiny=False)
     rows = []
     for size in arguments.sizes.split(","):
         for name in arguments.cells.split(","):

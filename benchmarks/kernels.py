@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from heads import HEAD_ROWS, head_rows
 from synthetic import SHAPES, normal
-from timing import deciles, device_times
+from timing import deciles, device_times, require_gpu
 from torch import Tensor
 
 from qerl.formats import PackedWeight, dequantize, get_format, tiles
@@ -333,6 +333,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--tiny", action="store_true")
     arguments = parser.parse_args()
+    require_gpu(tiny=arguments.tiny)
     rank_rows, head_tokens = RANK_ROWS, HEAD_ROWS
     if arguments.tiny:
         arguments.sizes, arguments.few_sizes, arguments.heads = ["tiny"], [], ["tiny"]

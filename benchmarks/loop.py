@@ -27,6 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 from synthetic import SHAPES  # noqa: E402
+from timing import require_gpu  # noqa: E402
 from training import TINY, facts  # noqa: E402
 
 from qerl.config.load import load_config  # noqa: E402
@@ -134,6 +135,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("settings", nargs="*", metavar="key=value")
     arguments = parser.parse_args()
+    require_gpu(tiny=arguments.tiny)
     device = torch.device("cpu" if arguments.tiny else "cuda")
     config = model_config(arguments.size, tiny=arguments.tiny)
     small = (

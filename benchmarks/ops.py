@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import triton
-from timing import device_times
+from timing import device_times, require_gpu
 
 from qerl.kernels import philox
 from qerl.kernels.activation import silu_mul
@@ -214,6 +214,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
+    require_gpu(tiny=False)
     torch.manual_seed(0)
     table = Table()
     table.measure_rates()

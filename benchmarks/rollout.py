@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 from synthetic import StubTokenizer, model_spec, random_model  # noqa: E402
-from timing import device_times  # noqa: E402
+from timing import device_times, require_gpu  # noqa: E402
 
 from qerl.env_info import collect_env  # noqa: E402
 from qerl.kernels import philox  # noqa: E402
@@ -254,6 +254,7 @@ def main() -> None:
     parser.add_argument("--answer", type=int, default=512, help="most tokens of an answer to them")
     parser.add_argument("settings", nargs="*", metavar="key=value", help="settings of --model")
     arguments = parser.parse_args()
+    require_gpu(tiny=arguments.tiny or bool(arguments.model))
     cells: list[dict[str, Any]] = []
 
     def write() -> None:

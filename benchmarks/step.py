@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from peers import peft_passes
 from synthetic import StubTokenizer, random_model
+from timing import require_gpu
 from training import (
     GB,
     STAGES,
@@ -368,6 +369,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=400.0)
     parser.add_argument("--tiny", action="store_true")
     arguments = parser.parse_args()
+    require_gpu(tiny=arguments.tiny)
     # With its number, as tensors name it: what is cached by device is then found again.
     device = torch.device("cpu" if arguments.tiny else "cuda:0")
     most_new = {size: int(most) for size, _, most in (pair.partition("=") for pair in arguments.most_new)}

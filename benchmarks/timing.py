@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 import statistics
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
+
+
+def require_gpu(*, tiny: bool) -> None:
+    """Ends the program where it would need a GPU and there is none."""
+    if not tiny and not torch.cuda.is_available():
+        print(
+            "error: this benchmark measures a CUDA device, and torch finds none (kernels, rollout, step and loop have --tiny for the CPU)",
+            file=sys.stderr,
+        )
+        raise SystemExit(2)
 
 
 def device_times(run: Callable[[], Any], calls: int = 1, samples: int = 20) -> list[float]:

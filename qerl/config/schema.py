@@ -62,10 +62,6 @@ class QuantConfig(Section):
         used = {self.format, *self.overrides.values()}
         if self.double_quant and "nf4" not in used:
             raise ValueError("quant.double_quant is about nf4, which neither quant.format nor quant.overrides asks for")
-        if self.method != "rtn" and used | {self.lm_head} == {"bf16"}:
-            raise ValueError(
-                f"quant.method={self.method} is a way to quantize, and quant.format=bf16 does not: leave it out"
-            )
         if self.method == "four_over_six" and used - {"nvfp4", "bf16"}:
             others = ", ".join(sorted(used - {"nvfp4", "bf16"}))
             raise ValueError(

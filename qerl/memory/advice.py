@@ -137,7 +137,7 @@ def resolve(config: Config, spec: ModelSpec, budget: Budget | None, *, device_ty
 
 def _with_token_budget(config: Config, spec: ModelSpec, budget: Budget | None, device_type: str) -> Config:
     """``train.token_budget=auto`` as the most tokens for which the plan stays within a share of the budget, by the first way of
-    checkpointing that has room for as many as there are by default; else by the smallest, and within the whole budget."""
+    checkpointing that has room for as many as there are by default; else at most these, by the smallest way and within the whole budget."""
     if config.train.token_budget != "auto":
         return config
     if budget is None:
@@ -146,18 +146,24 @@ def _with_token_budget(config: Config, spec: ModelSpec, budget: Budget | None, d
     most = min(MOST_PASS_TOKENS, MOST_ELEMENTS // (2 * spec.intermediate_size), mini_batch_tokens(config, device_type))
     most = max(most, longest)
     ways = ORDER if config.train.checkpointing == "auto" else (config.train.checkpointing,)
+    measured = config
+    if device_type == "cuda" and config.rollout.kv_cache_gb == "auto":
+        # Keys and values take what passes leave, not the other way round.
+        least = -(-wanted_kv_bytes(config, spec, device_type, sequences=1) // 1000) / 1e6
+        measured = changed(_kept(config, "off"), "rollout.kv_cache_gb", least)
 
-    def found(way: str, low: int, size: float) -> int | None:
-        chosen = changed(config, "train.checkpointing", way)
+    def found(way: str, low: int, high: int, size: float) -> int | None:
+        chosen = changed(measured, "train.checkpointing", way)
 
         def fits(tokens: int) -> bool:
             tried = changed(chosen, "train.token_budget", tokens)
             return predict(tried, spec, device_type=device_type).peak <= size
 
-        return largest_that(fits, low, most)
+        return largest_that(fits, low, high)
 
-    tokens = next((n for way in ways if (n := found(way, min(config.pass_tokens, most), SHARE * budget.size))), None)
-    tokens = tokens or found(ways[-1], longest, budget.size) or longest
+    usual = max(longest, min(config.pass_tokens, most))
+    tokens = next((n for way in ways if (n := found(way, usual, most, SHARE * budget.size))), None)
+    tokens = tokens or found(ways[-1], longest, usual, budget.size) or longest
     return changed(config, "train.token_budget", tokens)
 
 

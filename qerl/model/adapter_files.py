@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from qerl.config.schema import PROJECTIONS, LoraConfig
 from qerl.errors import CheckpointError
+from qerl.formats.tensor_file import save_tensors
 from qerl.model.decoder import LAYER_NORMS, Decoder
 from qerl.model.spec import read_json_object
 from qerl.model.tensor_folder import TensorFile
@@ -55,7 +55,7 @@ def save_adapter(model: Decoder, folder: str | Path, *, base_path: str, lora: Lo
         tensors |= {name: tensor.detach().cpu() for name, tensor in _norm_tensors(model).items()}
     part = folder / f"{ADAPTER_FILE}.part"
     # Rows of the stacked A share storage; safetensors wants each tensor to own its own.
-    save_file({name: tensor.clone() for name, tensor in tensors.items()}, part, metadata={"format": "pt"})
+    save_tensors({name: tensor.clone() for name, tensor in tensors.items()}, part)
     os.replace(part, folder / ADAPTER_FILE)
     part = folder / f"{ADAPTER_CONFIG}.part"
     part.write_text(json.dumps(_adapter_config(base_path, lora), indent=2) + "\n", encoding="utf-8")

@@ -12,10 +12,10 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from qerl.errors import CheckpointError
+from qerl.formats.tensor_file import save_tensors
 from qerl.model.decoder import Decoder
 from qerl.model.spec import read_json_object
 from qerl.model.tensor_folder import INDEX_FILE, SINGLE_FILE, TensorFolder
@@ -77,7 +77,7 @@ def save_model(model: Decoder, folder: str | Path, *, source: str | Path) -> Non
     for index, shard in enumerate(shards):
         name = SINGLE_FILE if len(shards) == 1 else f"model-{index + 1:05d}-of-{len(shards):05d}.safetensors"
         held = {key: tensor.detach().to("cpu", copy=True).contiguous() for key, tensor in shard.items()}
-        save_file(held, folder / name, metadata={"format": "pt"})
+        save_tensors(held, folder / name)
         placed |= dict.fromkeys(held, name)
         total += sum(tensor.numel() * tensor.element_size() for tensor in held.values())
     if len(shards) > 1:

@@ -24,10 +24,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from qerl.errors import CheckpointError
+from qerl.formats.tensor_file import save_tensors
 from qerl.model.adapter_files import ADAPTER_CONFIG, ADAPTER_FILE, NORM_NAMES, PREFIX
 from qerl.model.spec import ModelSpec, read_json_object
 from qerl.model.tensor_folder import TensorFile
@@ -139,7 +139,7 @@ def unfold_adapter(adapter: str | Path, checkpoint: str | Path, out: str | Path)
     part = out.with_name(out.name + ".partial")
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
-    save_file(tensors, part / ADAPTER_FILE, metadata={"format": "pt"})
+    save_tensors(tensors, part / ADAPTER_FILE)
     config["base_model_name_or_path"] = read_json_object(checkpoint, "qerl_quantization.json")["source"]["name"]
     (part / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     part.rename(out)

@@ -14,10 +14,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_file
 from torch import Tensor
 
 from qerl.errors import CheckpointError
+from qerl.formats.tensor_file import save_tensors
 from qerl.metrics.run_lock import LOCK_NAME, RunLock
 from qerl.model.spec import read_json_object
 from qerl.model.tensor_folder import INDEX_FILE, SINGLE_FILE, TensorFile
@@ -195,7 +195,7 @@ def read_tensors(file: Path) -> dict[str, Tensor]:
 
 def _save(tensors: Mapping[str, Tensor], file: Path) -> None:
     part = file.with_name(file.name + ".part")
-    save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, part)
+    save_tensors({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, part)
     os.replace(part, file)
 
 

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from qerl.config.schema import QuantConfig
 from qerl.errors import CheckpointError, ConfigError
+from qerl.formats.tensor_file import save_tensors
 from qerl.metrics.files import whole_folder, write_json
 from qerl.model.adapter_files import ADAPTER_CONFIG, ADAPTER_FILE, adapter_lora_config
 from qerl.model.checkpoint import held_tensors
@@ -187,7 +187,7 @@ def _write_shards(
     size = total = 0
 
     def close() -> None:
-        save_file(shard, folder / f"{len(shards)}.part", metadata={"format": "pt"})
+        save_tensors(shard, folder / f"{len(shards)}.part")
         shards.append(list(shard))
         shard.clear()
 

@@ -27,10 +27,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from qerl.errors import CheckpointError
+from qerl.formats.tensor_file import save_tensors
 from qerl.metrics.files import whole_folder
 from qerl.metrics.run_dir import RunDir
 from qerl.model.adapter_files import ADAPTER_CONFIG, ADAPTER_FILE
@@ -134,7 +135,7 @@ def expand_portable(checkpoint: Path) -> None:
         for name in (ADAPTER_CONFIG, SUM_FILE):
             if (checkpoint / name).exists():
                 shutil.copyfile(checkpoint / name, folder / name)
-        save_file(adapter, folder / ADAPTER_FILE, metadata={"format": "pt"})
+        save_tensors(adapter, folder / ADAPTER_FILE)
         torch.save(optimizer, folder / OPTIMIZER_FILE)
         (folder / STATE_FILE).write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
 

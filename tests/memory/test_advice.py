@@ -121,11 +121,32 @@ def test_the_token_budget_grows_with_the_memory_and_leaves_room(size, gigabytes)
     ledger = memory.predict(chosen, spec, device_type="cuda")
     assert ledger.peak <= bound.size
     assert 1536 <= tokens <= 65536 and tokens * 2 * spec.intermediate_size <= 1 << 30
+
+    def needed(count):
+        """By the passes, with as few keys and values as there can be: these take what is left."""
+        alone = changed(changed(chosen, "rollout.keep_cache", "off"), "rollout.kv_cache_gb", 0.2)
+        return memory.predict(changed(alone, "train.token_budget", count), spec, device_type="cuda").peak
+
     if tokens > 16384:
-        assert ledger.peak <= 0.7 * bound.size
-    more = changed(chosen, "train.token_budget", tokens + 64)
+        assert needed(tokens) <= 0.7 * bound.size
     at_most = min(65536, (1 << 30) // (2 * spec.intermediate_size))
-    assert tokens == at_most or memory.predict(more, spec, device_type="cuda").peak > 0.69 * bound.size
+    assert tokens == at_most or needed(tokens + 64) > 0.69 * bound.size
+
+
+def test_keys_and_values_take_what_passes_leave_and_not_the_other_way_round():
+    """256 sequences at their longest want as much as a 24 GB card has; they get less, and passes stay as large as for 8."""
+    few, many = (
+        memory.resolve(
+            configured("train.token_budget=auto", "rollout.max_new_tokens=1024", f"rollout.max_num_seqs={sequences}"),
+            qwen("7b"),
+            budget(22),
+            device_type="cuda",
+        )
+        for sequences in (8, 256)
+    )
+    assert few.train.token_budget >= many.train.token_budget >= 16384
+    assert memory.predict(many, qwen("7b"), device_type="cuda").peak <= budget(22).size
+    assert 0 < many.rollout.kv_cache_gb < 22
 
 
 def test_without_a_budget_passes_have_their_default_size():

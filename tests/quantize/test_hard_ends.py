@@ -75,7 +75,7 @@ def test_a_system_that_refuses_is_an_error_for_the_user(tmp_path, monkeypatch):
     def refuse(*arguments, **settings):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("qerl.quantize.partial.save_file", refuse)
+    monkeypatch.setattr("qerl.quantize.partial.save_tensors", refuse)
     with pytest.raises(OutputError, match="Permission denied"):
         quantize_checkpoint(DEMO, tmp_path / "q")
 

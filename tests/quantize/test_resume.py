@@ -154,7 +154,7 @@ def test_a_full_disk_under_the_tensor_library_is_said_too(tmp_path, monkeypatch)
     def refuse(*args, **kwargs):
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
-    monkeypatch.setattr(partial, "save_file", refuse)
+    monkeypatch.setattr(partial, "save_tensors", refuse)
     with pytest.raises(CheckpointError, match="disk is full"):
         quantize_checkpoint(DEMO, tmp_path / "out")
     assert not (tmp_path / "out").exists()

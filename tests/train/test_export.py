@@ -84,6 +84,8 @@ def test_shards_hold_what_one_file_holds(tmp_path):
     assert done.files == len(files) > 3
     assert files[0] == f"model-00001-of-{len(files):05d}.safetensors"
     assert all((tmp_path / "many" / name).stat().st_size < 45_000 for name in files)
+    plain = (tmp_path / "many" / "config.json").stat().st_mode
+    assert all((tmp_path / "many" / name).stat().st_mode == plain for name in files)
     whole, parts = loaded(tmp_path / "one").state_dict(), loaded(tmp_path / "many").state_dict()
     assert whole.keys() == parts.keys()
     assert all(torch.equal(whole[name], parts[name]) for name in whole)

@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from qerl.config.aqn import AqnConfig
 from qerl.config.schema import Config
 from qerl.errors import CheckpointError
+from qerl.formats.tensor_file import save_tensors
 from qerl.model.aqn import Noise, NoiseState, Place, clean_weight, noise_state, places, stage_sigma, z_over_w
 from qerl.records import Prompt
 from qerl.train.noise.controller import Controller, Signals
@@ -231,7 +232,7 @@ def needs_calibration(aqn: AqnConfig) -> bool:
 def save_sum(folder: Path, total: Mapping[Place, Tensor]) -> None:
     """Write the sum of accumulated draws into a checkpoint folder; nothing when there is none."""
     if total:
-        save_file({f"{layer}/{name}": z_D.cpu() for (layer, name), z_D in total.items()}, folder / SUM_FILE)
+        save_tensors({f"{layer}/{name}": z_D.cpu() for (layer, name), z_D in total.items()}, folder / SUM_FILE)
 
 
 def load_sum(folder: Path, config: Config, session: Session) -> dict[Place, Tensor]:
