@@ -33,15 +33,15 @@ from timing import deciles, device_times, require_gpu
 from torch import Tensor
 
 from qerl.formats import PackedWeight, dequantize, get_format, tiles
-from qerl.kernels.fp4_linear import AdapterPart, fp4_linear
+from qerl.kernels.fp4_linear import AdapterPart, fp4_linear, regimes
 
 ROWS = (1, 8, 16, 32, 64, 128, 256, 512, 2048, 8192)
 FEW_ROWS = (1, 8, 64, 256, 2048)
 RANK_ROWS = (8, 64)
 CACHE_BYTES = 60e6
 LARGEST_ERROR = 3.5e-3
-MOST_CHECKED = 640
-"""Rows of x of a check, at most; all regimes are below it."""
+MOST_CHECKED = 1 + max(regimes.MIDDLE_ROWS, regimes.DECODE_ROWS_WITHOUT_MIDDLE)
+"""Rows of x of a check, at most: the fewest that the dense regime has for every weight, so that no regime is above them."""
 # Base weights alone, milliseconds a layer, by rows of x: humming-kernels 0.1.19 on another H200, in a run of its own.
 EARLIER_HUMMING = {
     "7B": {

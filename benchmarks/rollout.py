@@ -1,8 +1,10 @@
 """Speed of generation, with random weights in the shapes of Qwen2.5, or with a real model on GSM8K.
 
-    python benchmarks/rollout.py --out results/rollout_7b.json [--size 7B] [--formats nvfp4,bf16] [--noise off,response]
-                                 [--sequences 1,8,32,64,128,256] [--realistic]
-    python benchmarks/rollout.py --out results/rollout_05b.json --model FOLDER [--data gsm8k] [key=value …]
+    python benchmarks/rollout.py [--size 7B] [--formats nvfp4,bf16] [--noise off,response] [--sequences 1,8,32,64,128,256] [--realistic]
+                                 [--out results/rollout_7b.json]
+    python benchmarks/rollout.py --model FOLDER [--data gsm8k] [--out results/rollout_05b.json] [key=value …]
+
+A line is printed for every cell of the table; ``--out`` keeps them in a file, written after each.
 
 The protocol of the anchors: prompts of 16 tokens, 192 new tokens, no stop, sampled at temperature 1 with log-probs, adapters of
 rank 32 on all seven projections with B not zero. A step is timed as the engine runs it, looks of the host included: the time of the
@@ -236,7 +238,7 @@ def show(cell: dict[str, Any], started: float) -> None:
 def main() -> None:
     started = time.perf_counter()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=Path)
     parser.add_argument("--size", default="7B")
     parser.add_argument("--formats", default="nvfp4")
     parser.add_argument("--noise", default="off")
@@ -257,20 +259,21 @@ def main() -> None:
     require_gpu(tiny=arguments.tiny or bool(arguments.model))
     cells: list[dict[str, Any]] = []
 
-    def write() -> None:
+    def write(out: Path) -> None:
         result = {
             "command": shlex.join(["python", "benchmarks/rollout.py", *sys.argv[1:]]),
             "environment": {key: value for key, value in collect_env().items() if key != "variables"},
             "anchors": ANCHORS,
             "cells": cells,
         }
-        with whole_file(arguments.out) as temporary:
+        with whole_file(out) as temporary:
             temporary.write_text(json.dumps(to_json(result), indent=1) + "\n", encoding="utf-8")
 
     def add(cell: dict[str, Any]) -> None:
         cells.append(cell)
         show(cell, started)
-        write()
+        if arguments.out:
+            write(arguments.out)
 
     if arguments.model:
         add(real(arguments.model, arguments.data, arguments.prompts, arguments.answer, arguments.settings))

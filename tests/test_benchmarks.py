@@ -1,6 +1,7 @@
 """Benchmarks that run without a GPU in toy shapes, and the verb that starts them."""
 
 import json
+import re
 import statistics
 import subprocess
 import sys
@@ -90,6 +91,28 @@ def test_the_rollout_benchmark_runs_in_toy_shapes(tmp_path):
     assert len(realistic) == 2
     assert realistic[0]["longest"] > 2 * realistic[0]["mean_length"]
     assert "an earlier run" in content["anchors"]["source"]
+
+
+def test_the_rollout_benchmark_needs_no_file():
+    """As `make bench` calls it."""
+    command = [
+        sys.executable,
+        "-m",
+        "qerl",
+        "bench",
+        "rollout",
+        "--tiny",
+        "--sequences",
+        "2,3",
+        "--calls",
+        "1",
+        "--bare",
+    ]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    found = re.findall(r"7B nvfp4 +off +(\d+) sequences +([\d.]+) ms", result.stdout)
+    assert [sequences for sequences, _ in found] == ["2", "3"]
+    assert all(float(ms) > 0 for _, ms in found)
 
 
 def test_greedy_answers_leave_those_of_transformers_in_bfloat16_only(tmp_path):

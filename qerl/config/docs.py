@@ -14,9 +14,9 @@ _HEAD = """# Configuration
 Generated from `qerl/config/` by `make docs`; do not edit.
 
 Defaults are overridden by a YAML file, and that by `section.key=value` arguments on the command line. Unknown keys and wrong
-types are errors; so are an integer beyond 1e9 and a number beyond 1e36
-where no other bound is given. `auto` values are resolved when the configuration is read, where the text says so, and the resolved file is
-written to the run folder as `config.resolved.yaml`.
+types are errors, and so are integers beyond 1e9 and numbers beyond 1e36 where no other bound is given. `auto` values are resolved
+when the configuration is read, where the text says so, and the resolved file is written to the run folder as
+`config.resolved.yaml`.
 
 A file may begin with `extends: OTHER.yaml` (a path relative to it): it then holds only what differs from that file.
 

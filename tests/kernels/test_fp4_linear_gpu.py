@@ -16,7 +16,8 @@ from qerl.model.lora import LoraGroup
 pytestmark = pytest.mark.gpu
 
 FORMAT = get_format("nvfp4")
-ROWS_OF_X = (1, 3, 8, 16, 17, 32, 63, 64, 128, 200, 1000)
+# Every regime takes some of them, for small weights and for big ones (test_regimes.py).
+ROWS_OF_X = (1, 3, 8, 16, 17, 32, 63, 64, 128, 200, 1000, 1100)
 # (segments, inputs): Qwen2.5 7B and 0.5B projections, and odd ones.
 WEIGHTS = (
     ((3584, 512, 512), 3584),
@@ -246,8 +247,19 @@ def test_gradients_agree_with_float64(rows, segments, d_in, monkeypatch):
     """Adapters added to the product, and joined to it as rows or columns in runs of tokens."""
     monkeypatch.setattr(dense, "_WIDE_TOKENS", 512)
     monkeypatch.setattr(dense, "_PREPARATION", 0)
+    check_gradients(rows, segments, d_in, rank=16)
+
+
+@pytest.mark.parametrize("rows", [24, 1100])
+@pytest.mark.parametrize(("segments", "d_in"), [((3584, 512, 512), 3584), ((3584,), 18944)])
+def test_gradients_of_a_7b_agree_with_float64(rows, segments, d_in):
+    """At the first number of rows the product is of the middle kernel where there is one; down joins its adapters at the second."""
+    check_gradients(rows, segments, d_in, rank=32)
+
+
+def check_gradients(rows, segments, d_in, rank):
     weight = weight_of(segments, d_in)
-    parts = adapters_of(segments, d_in, 16)
+    parts = adapters_of(segments, d_in, rank)
     leaves = [cuda(rows, d_in, seed=5), parts[0].a_RI, *(part.b_OR for part in parts)]
     upstream = cuda(rows, sum(segments), seed=6)
 
@@ -260,7 +272,7 @@ def test_gradients_agree_with_float64(rows, segments, d_in, monkeypatch):
     def plain(x, fresh):
         y = x @ dequantize(weight, torch.float64).T
         out = [
-            y[:, p.start : p.stop] + p.scale * (x @ p.a_RI[p.rank_start : p.rank_start + 16].T) @ p.b_OR.T
+            y[:, p.start : p.stop] + p.scale * (x @ p.a_RI[p.rank_start : p.rank_start + rank].T) @ p.b_OR.T
             for p in fresh
         ]
         return torch.cat(out, 1)

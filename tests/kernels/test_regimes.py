@@ -1,0 +1,44 @@
+"""Which kernel takes how many rows: each one's results are compared with float64, by the tests on a GPU, the benchmark and the gate."""
+
+import importlib
+from pathlib import Path
+
+import pytest
+import test_fp4_linear_gpu
+
+from qerl.kernels.fp4_linear import regimes
+from qerl.kernels.fp4_linear.regimes import DECODE, DENSE, MIDDLE
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+SMALL, BIG = 896 * 896, 3584 * 18944
+REGIMES = pytest.mark.parametrize(
+    ("capability", "names"), [((9, 0), {DECODE, MIDDLE, DENSE}), ((8, 0), {DECODE, DENSE}), ((10, 0), {DECODE, DENSE})]
+)
+
+
+def first(rows: int, numbers: int, capability: tuple[int, int]) -> str:
+    return (*regimes.preferred(rows, numbers, capability), DENSE)[0]
+
+
+@REGIMES
+@pytest.mark.parametrize("big", [False, True])
+def test_every_regime_of_small_and_of_big_weights_is_compared_with_float64(capability, names, big):
+    sizes = [sum(segments) * inputs for segments, inputs in test_fp4_linear_gpu.WEIGHTS]
+    sizes = [numbers for numbers in sizes if (numbers >= regimes.SMALL_WEIGHT) == big]
+    assert len(sizes) >= 2
+    for numbers in sizes:
+        assert {first(rows, numbers, capability) for rows in test_fp4_linear_gpu.ROWS_OF_X} == names
+
+
+@REGIMES
+def test_the_gate_asks_every_regime_of_a_big_weight(capability, names):
+    assert {first(rows, BIG, capability) for rows in regimes.one_of_each(capability)} == names
+
+
+@pytest.mark.parametrize("capability", [(9, 0), (8, 0), (10, 0)])
+@pytest.mark.parametrize("numbers", [SMALL, BIG])
+def test_the_benchmark_of_linear_layers_checks_the_dense_regime(capability, numbers, monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    benchmark = importlib.import_module("kernels")
+    assert first(benchmark.MOST_CHECKED, numbers, capability) == DENSE
+    assert max(benchmark.ROWS) > benchmark.MOST_CHECKED, "so that a check of all rows has that many"
