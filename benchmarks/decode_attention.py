@@ -10,9 +10,7 @@ cell is first compared with float64 on a few of its rows.
 from __future__ import annotations
 
 import argparse
-import json
 import math
-import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -24,12 +22,11 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 from rollout import BANDWIDTH  # noqa: E402
+from stored import write_result  # noqa: E402
 from synthetic import SHAPES  # noqa: E402
 from timing import device_times, require_gpu  # noqa: E402
 
-from qerl.env_info import collect_env  # noqa: E402
 from qerl.kernels.cached_attention import CacheRows, cached_attention, reference  # noqa: E402
-from qerl.metrics.files import to_json, whole_file  # noqa: E402
 
 PAGE = 64
 CELLS = "1x128,1x4096,1x32768,8x1024,8x32768,32x112,32x2048,64x112,64x2048,128x112,256x112,256x1024,512x400"
@@ -112,13 +109,7 @@ def main() -> None:
                 flush=True,
             )
             torch.cuda.empty_cache()
-    result = {
-        "command": shlex.join(["python", "benchmarks/decode_attention.py", *sys.argv[1:]]),
-        "environment": {key: value for key, value in collect_env().items() if key != "variables"},
-        "rows": rows,
-    }
-    with whole_file(arguments.out) as temporary:
-        temporary.write_text(json.dumps(to_json(result), indent=1) + "\n", encoding="utf-8")
+    write_result(arguments.out, rows=rows)
 
 
 if __name__ == "__main__":

@@ -11,8 +11,6 @@ there should be none. ``transformers`` gets all prompts in one batch, padded on 
 from __future__ import annotations
 
 import argparse
-import json
-import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,12 +18,12 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT)]
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+
+from stored import write_result  # noqa: E402
 
 from qerl.config.load import load_config  # noqa: E402
 from qerl.config.schema import Config, QuantConfig  # noqa: E402
-from qerl.env_info import collect_env  # noqa: E402
-from qerl.metrics.files import to_json, whole_file  # noqa: E402
 from qerl.model.attention import PackedSequences  # noqa: E402
 from qerl.model.checkpoint import load_model, resolve_model_path  # noqa: E402
 from qerl.model.decoder import Decoder  # noqa: E402
@@ -119,13 +117,7 @@ def main() -> None:
             compare(folder, config, arguments.answer, arguments.prompts, getattr(torch, dtype), arguments.device)
         )
         print(rows[-1], flush=True)
-    result = {
-        "command": shlex.join(["python", "benchmarks/divergence.py", *sys.argv[1:]]),
-        "environment": {key: value for key, value in collect_env().items() if key != "variables"},
-        "rows": rows,
-    }
-    with whole_file(arguments.out) as temporary:
-        temporary.write_text(json.dumps(to_json(result), indent=1) + "\n", encoding="utf-8")
+    write_result(arguments.out, rows=rows)
 
 
 if __name__ == "__main__":

@@ -10,8 +10,6 @@ offers; the others are there to compare: bfloat16, and FP8 or 8-bit integers wit
 from __future__ import annotations
 
 import argparse
-import json
-import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,12 +18,12 @@ import torch
 from torch import Tensor
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT)]
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+
+from stored import write_result  # noqa: E402
 
 from qerl.config.schema import QuantConfig  # noqa: E402
-from qerl.env_info import collect_env  # noqa: E402
 from qerl.kernels.cached_attention.storage import FP8, FP8_LARGEST, stored  # noqa: E402
-from qerl.metrics.files import to_json, whole_file  # noqa: E402
 from qerl.model.attention import PackedSequences  # noqa: E402
 from qerl.model.checkpoint import load_model, resolve_model_path  # noqa: E402
 from qerl.model.decoder import Decoder  # noqa: E402
@@ -142,13 +140,7 @@ def main() -> None:
         texts = [list(tokenizer.encode(text)) for text in TEXTS]
         rows += [{"model": folder.name, **row} for row in compare(model, texts)]
         del model
-    result = {
-        "command": shlex.join(["python", "benchmarks/kv_formats.py", *sys.argv[1:]]),
-        "environment": {key: value for key, value in collect_env().items() if key != "variables"},
-        "rows": rows,
-    }
-    with whole_file(arguments.out) as temporary:
-        temporary.write_text(json.dumps(to_json(result), indent=1) + "\n", encoding="utf-8")
+    write_result(arguments.out, rows=rows)
 
 
 if __name__ == "__main__":

@@ -19,9 +19,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import gc
-import json
 import math
-import shlex
 import statistics
 import sys
 import time
@@ -33,12 +31,11 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
+from stored import write_result  # noqa: E402
 from synthetic import StubTokenizer, model_spec, random_model  # noqa: E402
 from timing import device_times, require_gpu  # noqa: E402
 
-from qerl.env_info import collect_env  # noqa: E402
 from qerl.kernels import philox  # noqa: E402
-from qerl.metrics.files import to_json, whole_file  # noqa: E402
 from qerl.model.aqn import NoiseState  # noqa: E402
 from qerl.model.decoder import Decoder  # noqa: E402
 from qerl.model.spec import ModelSpec  # noqa: E402
@@ -259,21 +256,11 @@ def main() -> None:
     require_gpu(tiny=arguments.tiny or bool(arguments.model))
     cells: list[dict[str, Any]] = []
 
-    def write(out: Path) -> None:
-        result = {
-            "command": shlex.join(["python", "benchmarks/rollout.py", *sys.argv[1:]]),
-            "environment": {key: value for key, value in collect_env().items() if key != "variables"},
-            "anchors": ANCHORS,
-            "cells": cells,
-        }
-        with whole_file(out) as temporary:
-            temporary.write_text(json.dumps(to_json(result), indent=1) + "\n", encoding="utf-8")
-
     def add(cell: dict[str, Any]) -> None:
         cells.append(cell)
         show(cell, started)
         if arguments.out:
-            write(arguments.out)
+            write_result(arguments.out, anchors=ANCHORS, cells=cells)
 
     if arguments.model:
         add(real(arguments.model, arguments.data, arguments.prompts, arguments.answer, arguments.settings))

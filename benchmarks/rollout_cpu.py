@@ -12,8 +12,6 @@ process instead of the wall's, for a machine that others use too (with one threa
 from __future__ import annotations
 
 import argparse
-import json
-import shlex
 import statistics
 import sys
 import time
@@ -27,11 +25,10 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 from rollout import NO_EOS, make_prompts  # noqa: E402
+from stored import write_result  # noqa: E402
 from synthetic import StubTokenizer  # noqa: E402
 
 from qerl.config.schema import QuantConfig  # noqa: E402
-from qerl.env_info import collect_env  # noqa: E402
-from qerl.metrics.files import to_json, whole_file  # noqa: E402
 from qerl.model.checkpoint import load_model, resolve_model_path  # noqa: E402
 from qerl.model.decoder import Decoder  # noqa: E402
 from qerl.records import SamplingSpec  # noqa: E402
@@ -121,13 +118,7 @@ def main() -> None:
         row["transformers_over_engine"] = row["median_ms"]["transformers"] / row["median_ms"]["engine"]
         rows.append(row)
         print({name: value for name, value in row.items() if name != "ms"}, flush=True)
-    result = {
-        "command": shlex.join(["python", "benchmarks/rollout_cpu.py", *sys.argv[1:]]),
-        "environment": {key: value for key, value in collect_env().items() if key != "variables"},
-        "rows": rows,
-    }
-    with whole_file(arguments.out) as temporary:
-        temporary.write_text(json.dumps(to_json(result), indent=1) + "\n", encoding="utf-8")
+    write_result(arguments.out, rows=rows)
 
 
 if __name__ == "__main__":

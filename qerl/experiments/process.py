@@ -92,7 +92,7 @@ class Child:
         return Ending(code=code, last_words=last[0])
 
 
-def run_child(plan: Plan, arguments: Sequence[str], seconds: float | None) -> str | None:
+def run_child(plan: Plan, arguments: Sequence[str]) -> str | None:
     """Run ``qerl matrix`` in a process of its own and wait; returns why it ended badly (codes 0 and 1 are answers), or None.
 
     The first Ctrl-C or SIGTERM is passed on once, so that a cell stops after its step; a second one ends it at once.
@@ -100,12 +100,11 @@ def run_child(plan: Plan, arguments: Sequence[str], seconds: float | None) -> st
     Args:
         plan: names the matrix file, its settings and its folder.
         arguments: what the process shall do, as on the command line.
-        seconds: time limit; None is without.
 
     Raises:
         RunStopped: a signal reached this process and was passed on.
     """
-    child = Child(plan, arguments, seconds)
+    child = Child(plan, arguments, None)
     with StopRequest(lambda text: child.stop()) as stop:
         try:
             while child.running:

@@ -225,7 +225,7 @@ def _find_temperatures(plan: Plan, orders: Orders, deadline: Deadline, say: Say)
         return plan
     if not orders.one_process:
         arguments = ["--match", *(part for cell in open_groups.values() for part in ("--cell", cell.name))]
-        error = run_child(plan, arguments, None)
+        error = run_child(plan, arguments)
         if error is not None:
             say(f"temperatures were not found: {error}")
             return plan

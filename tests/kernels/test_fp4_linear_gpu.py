@@ -4,9 +4,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from fp4_builders import adapters_of, cuda, exact_product
 
 from qerl.formats import PackedWeight, dequantize, get_format
-from qerl.kernels.fp4_linear import AdapterPart, decode, dense, fp4_linear, layout_gate
+from qerl.kernels.fp4_linear import decode, dense, fp4_linear, layout_gate
 from qerl.kernels.fp4_linear.adapter import flatten
 from qerl.kernels.fp4_linear.cuda import regime_of
 from qerl.kernels.fp4_linear.regimes import DENSE
@@ -46,42 +47,13 @@ ROUNDED_WEIGHTS = 6.0e-3
 FLOAT32_SUMS = 2.0e-6
 
 
-def cuda(*shape: int, seed: int = 0, scale: float = 1.0) -> torch.Tensor:
-    generator = torch.Generator(device="cuda").manual_seed(seed)
-    return (scale * torch.randn(*shape, generator=generator, device="cuda")).bfloat16()
-
-
 def weight_of(segments, d_in) -> PackedWeight:
     return FORMAT.quantize(cuda(sum(segments), d_in, scale=0.05), segments=segments)
 
 
-def adapters_of(segments, d_in, rank, members=None) -> list[AdapterPart]:
-    stops = [sum(segments[: i + 1]) for i in range(len(segments))]
-    chosen = [i for i in range(len(segments)) if members is None or i in members]
-    a = cuda(len(chosen) * rank, d_in, seed=1, scale=d_in**-0.5)
-    return [
-        AdapterPart(
-            start=stops[i] - segments[i],
-            stop=stops[i],
-            a_RI=a,
-            b_OR=cuda(segments[i], rank, seed=2 + i, scale=0.1),
-            scale=1.5,
-            rank_start=index * rank,
-        )
-        for index, i in enumerate(chosen)
-    ]
-
-
 def exact(x, weight, bias=None, parts=()) -> torch.Tensor:
     """float64, with h rounded to bfloat16 as everywhere."""
-    y = x.double() @ dequantize(weight, torch.float64).T
-    if bias is not None:
-        y += bias.double()
-    for part in parts:
-        a = part.a_RI[part.rank_start : part.rank_start + part.b_OR.shape[1]].double()
-        h = (x.double() @ a.T).bfloat16().double()
-        y[:, part.start : part.stop] += part.scale * (h @ part.b_OR.double().T)
-    return y
+    return exact_product(x, dequantize(weight, torch.float64), bias, parts)
 
 
 def error(y, reference) -> float:

@@ -1,12 +1,15 @@
 """The middle kernel and its shrink, called by themselves, against float64: ragged shapes, every way to share tiles, and who may depend on whom."""
 
 from dataclasses import replace
+from functools import partial
 
+import fp4_builders
 import pytest
 import torch
+from fp4_builders import cuda, exact_product
 
 from qerl.formats import dequantize, get_format
-from qerl.kernels.fp4_linear import AdapterPart, middle
+from qerl.kernels.fp4_linear import middle
 from qerl.kernels.fp4_linear.adapter import flatten
 from qerl.kernels.fp4_linear.shrink import shrink
 
@@ -36,26 +39,7 @@ WEIGHTS = (
 )
 
 
-def cuda(*shape: int, seed: int = 0, scale: float = 1.0) -> torch.Tensor:
-    generator = torch.Generator(device="cuda").manual_seed(seed)
-    return (scale * torch.randn(*shape, generator=generator, device="cuda")).bfloat16()
-
-
-def adapters_of(segments, d_in, rank, members=None):
-    stops = [sum(segments[: i + 1]) for i in range(len(segments))]
-    chosen = [i for i in range(len(segments)) if members is None or i in members]
-    a = cuda(len(chosen) * rank, d_in, seed=1, scale=d_in**-0.5)
-    return [
-        AdapterPart(
-            start=stops[i] - segments[i],
-            stop=stops[i],
-            a_RI=a,
-            b_OR=cuda(segments[i], rank, seed=2 + i, scale=0.1),
-            scale=(1.5, 0.3, 2.0)[i],
-            rank_start=index * rank,
-        )
-        for index, i in enumerate(chosen)
-    ]
+adapters_of = partial(fp4_builders.adapters_of, scales=(1.5, 0.3, 2.0))
 
 
 class Case:
@@ -71,13 +55,7 @@ class Case:
         self.tiled, self.dense_OI = FORMAT.for_device(weight), dequantize(weight, torch.float64)
 
     def exact(self, x, bias, parts):
-        y = x.double() @ self.dense_OI.T
-        if bias is not None:
-            y += bias.double()
-        for part in parts:
-            a = part.a_RI[part.rank_start : part.rank_start + part.b_OR.shape[1]].double()
-            y[:, part.start : part.stop] += part.scale * ((x.double() @ a.T).bfloat16().double() @ part.b_OR.double().T)
-        return y
+        return exact_product(x, self.dense_OI, bias, parts)
 
     def ours(self, x, bias, parts, **options):
         placements, a_RI, b_OR = flatten(parts)

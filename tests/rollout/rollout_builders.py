@@ -22,6 +22,11 @@ EOS_IDS = (2, 5, 11, 23, 31, 47, 71)
 
 MAX_POSITIONS = 64
 
+PAGE = 4
+"""Tokens of a page under the fixture `small_pages`."""
+PAGE_BYTES = 2 * 2 * PAGE * 24 * 4
+"""Of the tiny model: layers, k and v, tokens, 2 heads of 12, float32."""
+
 
 def write_checkpoint(folder: Path, architecture: str, seed: int = 0) -> Path:
     """Save a random model with distinct logits (wide weights, norm scales off 1), and its tokenizer."""

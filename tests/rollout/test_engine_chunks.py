@@ -3,21 +3,19 @@
 import random
 
 import pytest
-from rollout_builders import load_tiny, make_prompts
+from rollout_builders import PAGE, PAGE_BYTES, load_tiny, make_prompts
 
 from qerl.model.aqn import NoiseState
 from qerl.model.tokenizer import load_tokenizer
 from qerl.records import SamplingSpec
-from qerl.rollout import engine as engine_module
 from qerl.rollout.engine import Engine
 
 LENGTHS, GROUP = (5, 33, 1, 44, 20, 16), 3
 SPEC = SamplingSpec(max_new_tokens=18, seed=4)
 TOLERANCE = 1e-5
 """float32 log-probs of an answer whose prompt was computed in other parts."""
-PAGE = 4
-PAGE_BYTES = 2 * 2 * PAGE * 24 * 4
-"""Of the tiny model: layers, k and v, tokens, 2 heads of 12, float32."""
+
+pytestmark = pytest.mark.usefixtures("small_pages")
 
 
 @pytest.fixture(scope="module")
@@ -28,11 +26,6 @@ def tokenizer(qwen2_folder):
 @pytest.fixture(scope="module")
 def model(qwen2_folder):
     return load_tiny(qwen2_folder)
-
-
-@pytest.fixture(autouse=True)
-def small_pages(monkeypatch):
-    monkeypatch.setattr(engine_module, "PAGE_TOKENS", PAGE)
 
 
 def generate(model, tokenizer, noise=None, lengths=LENGTHS, group=GROUP, buckets=None, ahead=0, **settings):

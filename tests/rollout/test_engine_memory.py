@@ -2,13 +2,12 @@
 
 import pytest
 import torch
-from rollout_builders import load_tiny, make_prompts
+from rollout_builders import PAGE_BYTES, load_tiny, make_prompts
 
 from qerl.errors import ConfigError
 from qerl.model.aqn import NoiseState
 from qerl.model.tokenizer import load_tokenizer
 from qerl.records import SamplingSpec
-from qerl.rollout import engine as engine_module
 from qerl.rollout.engine import Engine
 
 RAGGED, GROUP = (5, 1, 17, 9, 16), 4
@@ -16,9 +15,7 @@ SPEC = SamplingSpec(max_new_tokens=18, seed=4)
 BATCH_TOLERANCE = 1e-5
 """float32 log-probs of an answer in different batches."""
 
-PAGE = 4
-PAGE_BYTES = 2 * 2 * PAGE * 24 * 4
-"""Of the tiny model: layers, k and v, tokens, 2 heads of 12, float32."""
+pytestmark = pytest.mark.usefixtures("small_pages")
 
 
 @pytest.fixture(scope="module")
@@ -29,11 +26,6 @@ def tokenizer(qwen2_folder):
 @pytest.fixture(scope="module")
 def model(qwen2_folder):
     return load_tiny(qwen2_folder)
-
-
-@pytest.fixture(autouse=True)
-def small_pages(monkeypatch):
-    monkeypatch.setattr(engine_module, "PAGE_TOKENS", PAGE)
 
 
 def make_noise(model, scope, prompt="noisy"):
