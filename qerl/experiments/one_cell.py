@@ -12,7 +12,7 @@ from qerl.experiments.cells import Cell
 from qerl.experiments.final import Trained, evaluate_trained, from_trainer, reopen, wanted
 from qerl.experiments.manifest import State
 from qerl.experiments.plan import Plan
-from qerl.experiments.shared import take_over_before
+from qerl.experiments.shared import evaluate_before
 from qerl.experiments.summary import write_cell_summary
 from qerl.metrics.run_dir import RunDir
 from qerl.metrics.run_lock import RunLock
@@ -93,7 +93,7 @@ def _train_and_evaluate(plan: Plan, cell: Cell, run: RunDir, deadline: Deadline)
                 config,
                 resume=resume,
                 deadline=deadline,
-                before=lambda trainer: take_over_before(trainer, (plan.run(c) for c in plan.cells if c != cell)),
+                before=lambda trainer: evaluate_before(trainer, plan.out),
                 after=lambda trainer, stop: finals(from_trainer(trainer), stop),
             )
         finally:

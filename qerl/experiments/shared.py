@@ -1,76 +1,100 @@
 """The evaluation before training, made once for all cells that begin from one base: they would answer alike, to the bit.
 
 Before training the adapters add exactly 0, so a greedy evaluation without noise depends on the base, the questions and the
-policy alone. It is taken over only where all of these are the same by identity, on the same machine and versions.
+policy alone. It is kept in the matrix folder under the hash of all of these, of machine and versions; a cell that needs one
+which another process is making waits for it.
 """
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
+import json
+import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from qerl.config.load import load_config
+from qerl.config.schema import Config
 from qerl.env_info import collect_env
-from qerl.errors import CheckpointError
 from qerl.experiments.cells import flat_settings
+from qerl.metrics.files import output_errors, whole_folder, write_json
 from qerl.metrics.run_dir import RunDir
 from qerl.train.loop import Trainer
-from qerl.train.resume import TrainState, read_state
 
+FOLDER = ".before"
+"""Folder of the matrix folder with the evaluations before training; it does not go to another machine."""
 SAME_SECTIONS = ("eval.", "reward.")
 SAME_SETTINGS = ("model.dtype", "rollout.max_new_tokens", "rollout.max_prompt_tokens", "train.mode")
 SAME_ENVIRONMENT = ("commit", "modified", "cuda", "gpus", "versions")
 
 
-def take_over_before(trainer: Trainer, others: Iterable[RunDir]) -> dict[str, float] | None:
-    """The metrics of an evaluation before training that another run has made, with its answers copied; None if there is none.
+def evaluate_before(trainer: Trainer, matrix_folder: Path) -> dict[str, float]:
+    """The metrics of the evaluation before training: made by this run, or by another cell of the same base and taken over with its
+    answers (``taken_from`` in the run's state says from which).
 
     Args:
-        trainer: a run at step 0; its state gets the evaluation, with ``taken_from``.
-        others: run folders to look in.
+        trainer: a run at step 0; its state gets the evaluation.
+        matrix_folder: folder of the cells.
+
+    Raises:
+        OutputError: the folder cannot be written.
     """
-    config = trainer.config
-    if config.eval.temperature != 0 or config.eval.noise or not config.eval.before:
-        return None
-    for run in others:
-        state = _state(run)
-        if state is None or not _same(trainer, run, state):
-            continue
-        first = run.read_metrics()[0]
-        trainer.run.evaluations_dir.mkdir(exist_ok=True)
-        shutil.copyfile(_answers(run), _answers(trainer.run))
-        found: dict[str, Any] = state.evaluations["before"]
-        trainer.state.evaluations["before"] = found | {"taken_from": run.path.name}
-        trainer.progress.note(f"evaluation before: {found['accuracy']:.1%}, taken from {run.path.name}")
-        return {key: float(value) for key, value in first.items() if key.startswith("eval/") and value is not None}
-    return None
+    if not _is_shared(trainer.config):
+        return trainer.evaluate("before")
+    kept = matrix_folder / FOLDER / _identity(trainer)
+    with _alone(kept.with_suffix(".lock")):
+        if kept.is_dir():
+            return _take_over(trainer, kept)
+        metrics = trainer.evaluate("before")
+        with whole_folder(kept) as folder:
+            shutil.copyfile(_answers(trainer.run), folder / "answers.jsonl")
+            write_json(
+                folder / "evaluation.json",
+                {"run": trainer.run.path.name, "evaluation": trainer.state.evaluations["before"], "metrics": metrics},
+            )
+    return metrics
 
 
-def _state(run: RunDir) -> TrainState | None:
-    """State of a run that has an evaluation before training of its own; None for any other."""
-    newest = run.latest_checkpoint() if run.holds_a_run() else None
-    if newest is None or not _answers(run).exists():
-        return None
+def _is_shared(config: Config) -> bool:
+    return config.eval.temperature == 0 and not config.eval.noise
+
+
+def _take_over(trainer: Trainer, kept: Path) -> dict[str, float]:
+    value: dict[str, Any] = json.loads((kept / "evaluation.json").read_text(encoding="utf-8"))
+    trainer.run.evaluations_dir.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(kept / "answers.jsonl", _answers(trainer.run))
+    found: dict[str, Any] = value["evaluation"]
+    trainer.state.evaluations["before"] = found | {"taken_from": value["run"]}
+    trainer.progress.note(f"evaluation before: {found['accuracy']:.1%}, taken from {value['run']}")
+    return {key: float(number) for key, number in value["metrics"].items()}
+
+
+def _identity(trainer: Trainer) -> str:
+    """Hash of all that the answers and their scores depend on."""
+    settings = flat_settings(trainer.config)
+    kept = {key: value for key, value in settings.items() if key in SAME_SETTINGS or key.startswith(SAME_SECTIONS)}
+    environment = collect_env()
+    machine = {name: environment[name] for name in SAME_ENVIRONMENT}
+    parts = [trainer.state.base_hash, trainer.state.eval_prompts, kept, machine]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """One process at a time; others wait. The lock ends with the process, however that ends. A file system without locks has
+    none, and then an evaluation may be made twice."""
+    with output_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
-        state = read_state(newest)
-    except CheckpointError:
-        return None
-    before = state.evaluations.get("before")
-    # From where it was made, not from where it was taken over; and not from elsewhere, where answers are left behind.
-    return None if before is None or "taken_from" in before or state.portable else state
-
-
-def _same(trainer: Trainer, run: RunDir, state: TrainState) -> bool:
-    """Whether base, questions, policy, machine and versions are those of the run."""
-    if (state.base_hash, state.eval_prompts) != (trainer.state.base_hash, trainer.state.eval_prompts):
-        return False
-    stored, own = flat_settings(load_config(run.config_path, [])), flat_settings(trainer.config)
-    if any(stored[key] != own[key] for key in own if key in SAME_SETTINGS or key.startswith(SAME_SECTIONS)):
-        return False
-    there, here = run.read_json(run.env_path) or {}, collect_env()
-    return all(there.get(name) == here[name] for name in SAME_ENVIRONMENT)
+        with suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(file)
 
 
 def _answers(run: RunDir) -> Path:

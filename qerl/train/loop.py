@@ -68,8 +68,8 @@ class Trainer:
     began: float
     """Clock reading up to which ``state.wall_seconds`` counts."""
     peak_kv_bytes: int = 0
-    known_before: Callable[[Trainer], dict[str, float] | None] | None = None
-    """Gives the metrics of an evaluation before training that need not be made again; None where it has to be made."""
+    evaluate_before: Callable[[Trainer], dict[str, float]] | None = None
+    """Makes the evaluation before training, or takes one over that is known, and gives its metrics; None makes it."""
     unscored_note: str | None = None
     """Why the last unscorable answer could not be scored."""
 
@@ -79,8 +79,8 @@ class Trainer:
         for text in config_warnings(config):
             self.warn(text)
         if state.step == 0 and config.eval.before and self.eval_prompts:
-            known = None if self.known_before is None else self.known_before(self)
-            self.finish_step((self.evaluate("before") if known is None else known) | {"policy_version": 0}, save=False)
+            first = self.evaluate("before") if self.evaluate_before is None else self.evaluate_before(self)
+            self.finish_step(first | {"policy_version": 0}, save=False)
         if deadline is not None:
             deadline.restart()
         while state.step < config.train.steps:

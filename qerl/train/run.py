@@ -48,7 +48,7 @@ def train(
     resume: bool = False,
     stop_after: int | None = None,
     deadline: Deadline | None = None,
-    before: Callable[[Trainer], dict[str, float] | None] | None = None,
+    before: Callable[[Trainer], dict[str, float]] | None = None,
     after: Callable[[Trainer, StopRequest], None] | None = None,
 ) -> Path:
     """Train as ``config`` says and return the run folder.
@@ -58,7 +58,7 @@ def train(
         resume: continue the run in the folder from its newest checkpoint; a larger ``train.steps`` lengthens it.
         stop_after: end after this step with a checkpoint; the plan (schedules, noise stages) stays that of the whole run.
         deadline: end with a checkpoint after the step before which it is reached.
-        before: gives the metrics of an evaluation before training that is known already, or None (``Trainer.known_before``).
+        before: makes the evaluation before training, or takes over one that is known (``Trainer.evaluate_before``).
         after: called with the live trainer when the plan is finished, before the summary.
 
     Raises:
@@ -84,7 +84,7 @@ def train(
             session = open_session(config, keep_reference_norms=config.objective.kl_coef > 0)
             check_layout(session)
             trainer = build_trainer(config, run, session, resume=resume, began=began)
-            trainer.known_before = before
+            trainer.evaluate_before = before
         except BaseException:
             # A start that fails leaves nothing behind that would refuse the corrected command.
             if not resume:

@@ -18,7 +18,6 @@ from qerl.experiments.runner import Orders, run_matrix
 from qerl.experiments.table import markdown
 from qerl.metrics.behavior import read_behavior
 from qerl.metrics.run_dir import RunDir
-from qerl.train.run import train
 
 ALONE = Orders(one_process=True)
 
@@ -203,33 +202,6 @@ def test_a_matrix_goes_on_elsewhere_from_what_is_portable(tmp_path, monkeypatch)
     assert any(
         "not bit-exact: noisy-s0" in note for c in compare_cells(read_cells([tmp_path / "there"])) for note in c.notes
     )
-
-
-def test_cells_of_one_base_share_the_evaluation_before_training(tmp_path):
-    """And it is what they would have measured themselves, answer by answer."""
-    bf16 = {"name": "bf16", "set": {"quant.format": "bf16", "aqn.enabled": False}}
-    arms = [ARMS[0], ARMS[1] | {"seeds": [0, 1]}, bf16]
-    path = write_matrix(tmp_path, arms=arms, set={"train.steps": 1})
-    plan = run_matrix(path, [], tmp_path / "out", ALONE, quiet)
-    before = {c.name: plan.run(c).read_json("summary.json")["evaluation"]["before"] for c in plan.cells}
-    taken = {name: found.get("taken_from") for name, found in before.items()}
-    assert taken == {
-        "plain-s0": None,
-        "noisy-s0": "plain-s0",
-        "bf16-s0": None,
-        "noisy-s1": "plain-s0",
-    }
-    noisy = next(cell for cell in plan.cells if cell.name == "noisy-s1")
-    elsewhere = noisy.config.model_copy(
-        update={"run": noisy.config.run.model_copy(update={"dir": str(tmp_path / "alone")})}
-    )
-    alone = RunDir.open(train(elsewhere))
-    assert alone.read_evaluation(0) == plan.run(noisy).read_evaluation(0)
-    own, shared = (run.read_metrics()[0] for run in (alone, plan.run(noisy)))
-    assert {k: v for k, v in own.items() if k.startswith("eval/")} == {
-        k: v for k, v in shared.items() if k.startswith("eval/")
-    }
-    assert alone.read_json("summary.json")["paired"] == plan.run(noisy).read_json("summary.json")["paired"]
 
 
 def test_a_trained_cell_without_its_final_evaluations_gets_them_later(tmp_path, monkeypatch):

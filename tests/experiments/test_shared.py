@@ -1,0 +1,73 @@
+"""One evaluation before training for all cells of a base."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+from matrix_builders import ARMS, write_matrix
+
+from qerl.config.load import load_config
+from qerl.experiments.runner import Orders, run_matrix
+from qerl.experiments.shared import evaluate_before
+from qerl.metrics.run_dir import RunDir
+from qerl.train.run import train
+
+
+def test_cells_of_one_base_share_the_evaluation_before_training(tmp_path):
+    """And it is what they would have measured themselves, answer by answer."""
+    bf16 = {"name": "bf16", "set": {"quant.format": "bf16", "aqn.enabled": False}}
+    arms = [ARMS[0], ARMS[1] | {"seeds": [0, 1]}, bf16]
+    path = write_matrix(tmp_path, arms=arms, set={"train.steps": 1, "train.save_every": 0})
+    plan = run_matrix(path, [], tmp_path / "out", Orders(one_process=True), lambda text: None)
+    before = {c.name: plan.run(c).read_json("summary.json")["evaluation"]["before"] for c in plan.cells}
+    taken = {name: found.get("taken_from") for name, found in before.items()}
+    assert taken == {
+        "plain-s0": None,
+        "noisy-s0": "plain-s0",
+        "bf16-s0": None,
+        "noisy-s1": "plain-s0",
+    }
+    noisy = next(cell for cell in plan.cells if cell.name == "noisy-s1")
+    elsewhere = noisy.config.model_copy(
+        update={"run": noisy.config.run.model_copy(update={"dir": str(tmp_path / "alone")})}
+    )
+    alone = RunDir.open(train(elsewhere))
+    assert alone.read_evaluation(0) == plan.run(noisy).read_evaluation(0)
+    own, shared = (run.read_metrics()[0] for run in (alone, plan.run(noisy)))
+    assert {k: v for k, v in own.items() if k.startswith("eval/")} == {
+        k: v for k, v in shared.items() if k.startswith("eval/")
+    }
+    assert alone.read_json("summary.json")["paired"] == plan.run(noisy).read_json("summary.json")["paired"]
+
+
+def test_a_cell_waits_for_the_evaluation_that_another_is_making(tmp_path):
+    config = load_config(None, ["model.path=none", "eval.temperature=0"])
+    made = []
+
+    def trainer(name):
+        run = RunDir(tmp_path / name)
+
+        def evaluate(moment):
+            made.append(name)
+            time.sleep(0.3)
+            run.write_evaluation(0, [{"answer": name}])
+            found.state.evaluations[moment] = {"accuracy": 0.5, "step": 0}
+            return {"eval/accuracy": 0.5}
+
+        state = SimpleNamespace(base_hash="b", eval_prompts="p", evaluations={})
+        progress = SimpleNamespace(note=lambda text: None)
+        found = SimpleNamespace(config=config, run=run, state=state, progress=progress, evaluate=evaluate)
+        return found
+
+    trainers = [trainer(f"cell{i}") for i in range(3)]
+    with ThreadPoolExecutor(3) as pool:
+        metrics = list(pool.map(lambda t: evaluate_before(t, tmp_path), trainers))
+    assert len(made) == 1 and metrics == [{"eval/accuracy": 0.5}] * 3
+    assert [t.run.read_evaluation(0) for t in trainers] == [[{"answer": made[0]}]] * 3
+    taken = [t.state.evaluations["before"].get("taken_from") for t in trainers]
+    assert sorted(taken, key=str) == sorted([None, made[0], made[0]], key=str)
+    trainers[0].state.base_hash = "another"
+    evaluate_before(trainers[0], tmp_path)
+    assert made[1:] == ["cell0"]
