@@ -59,7 +59,9 @@ class Pool:
         if beside:
             for name in (cell.name, *(other.cell.name for other in beside)):
                 self._plan.manifest.note(name, shared_device=True)
-        child = Child(self._plan, ["--cell", cell.name, *arguments], seconds, device)
+        child = Child(
+            self._plan, ["--cell", cell.name, *arguments], seconds, device, cell.name if self._jobs > 1 else None
+        )
         self.running.append(Running(cell=cell, child=child, device=device))
 
     def _load(self, device: str) -> int:

@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from threading import Thread
 from typing import TYPE_CHECKING
 
 from qerl.errors import RunStopped
@@ -56,17 +57,44 @@ class Child:
         arguments: what the process shall do, as on the command line.
         seconds: time limit; None is without.
         device: the one GPU that it may see, as ``CUDA_VISIBLE_DEVICES`` names it; None leaves the choice to the cell.
+        name: put before each line that it prints, where several print to one terminal; None lets it have the terminal.
     """
 
-    def __init__(self, plan: Plan, arguments: Sequence[str], seconds: float | None, device: str | None = None):
+    def __init__(
+        self,
+        plan: Plan,
+        arguments: Sequence[str],
+        seconds: float | None,
+        device: str | None = None,
+        name: str | None = None,
+    ):
         command = [sys.executable, "-m", "qerl", "matrix", str(plan.path), *plan.settings, "--out", str(plan.out)]
-        command += ["--one-process", "--no-portable", *arguments]
+        command += ["--one-process", "--own-process", "--no-portable", *arguments]
         if seconds is not None:
             command += ["--max-minutes", f"{max(seconds - STARTING_SECONDS, 0.0) / 60:.4f}"]
         environment = os.environ if device is None else {**os.environ, "CUDA_VISIBLE_DEVICES": device}
         # A file: of several processes none waits until somebody reads its pipe.
         self._errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 (closed by result)
-        self._process = subprocess.Popen(command, stderr=self._errors, start_new_session=True, env=environment)
+        self._process = subprocess.Popen(
+            command,
+            stdout=None if name is None else subprocess.PIPE,
+            stderr=self._errors,
+            start_new_session=True,
+            env=environment,
+            text=True,
+            errors="replace",
+        )
+        self._reader = None if name is None else Thread(target=self._pass_on, args=(name,), daemon=True)
+        if self._reader is not None:
+            self._reader.start()
+
+    def _pass_on(self, name: str) -> None:
+        """Print what it prints, line by line, with its name."""
+        assert self._process.stdout is not None
+        with self._process.stdout as lines:
+            for line in lines:
+                sys.stdout.write(f"{name}: {line}")
+                sys.stdout.flush()
 
     @property
     def running(self) -> bool:
@@ -84,6 +112,8 @@ class Child:
     def ending(self) -> Ending:
         """How it ended. Its messages are passed on. To be asked once, after it has ended."""
         code = self._process.wait()
+        if self._reader is not None:
+            self._reader.join(LOOK_SECONDS * 20)
         self._errors.seek(0)
         text = self._errors.read()
         self._errors.close()

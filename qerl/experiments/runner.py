@@ -54,6 +54,8 @@ class Orders:
     """Find the temperatures and stop."""
     portable: bool = True
     """Write ``portable/`` at the end."""
+    own_process: bool = False
+    """This is a process that a matrix has started for one cell, or for a search; the matrix has recorded the plan and looked at the data."""
 
 
 def run_matrix(path: Path, settings: Sequence[str], out: Path | None, orders: Orders, say: Say) -> Plan:
@@ -64,10 +66,9 @@ def run_matrix(path: Path, settings: Sequence[str], out: Path | None, orders: Or
         RunStopped: SIGINT or SIGTERM ended it; what was reached is kept.
     """
     deadline = Deadline(None if orders.max_minutes is None else 60 * orders.max_minutes - RESERVED_SECONDS)
-    # A cell's own process leaves out what the one that started it has looked at.
-    plan = open_plan(path, settings, out, data=orders.portable)
+    plan = open_plan(path, settings, out, data=not orders.own_process)
     _check_orders(plan, orders)
-    if orders.portable:
+    if not orders.own_process:
         record_plan(plan)
     for cell in plan.cells:
         if cell.problem is not None:
@@ -96,7 +97,7 @@ def _run_here(plan: Plan, orders: Orders, deadline: Deadline, say: Say) -> Plan:
         if not due or not _has_time(plan, deadline, say):
             return plan
         tried.add(due[0].name)
-        state = run_cell(plan, due[0], deadline, own_process=not orders.portable)
+        state = run_cell(plan, due[0], deadline, own_process=orders.own_process)
         say(f"{due[0].name}: {state}")
         if state in UNDONE:
             return plan

@@ -48,6 +48,7 @@ def matrix(
     portable: Annotated[
         bool, typer.Option("--portable/--no-portable", help="At the end, write DIR/portable to go on elsewhere.")
     ] = True,
+    own_process: Annotated[bool, typer.Option("--own-process", hidden=True)] = False,
 ) -> None:
     """Run the cells of a matrix, one after another or --jobs at one time; the same command goes on where it stopped.
 
@@ -76,13 +77,14 @@ def matrix(
         strict=strict,
         match_only=match,
         portable=portable,
+        own_process=own_process,
     )
-    # Without --portable this is a cell's own process, and the one that started it does the talking.
-    say = (lambda text: stderr().print(text, markup=False)) if portable else (lambda text: None)
+    # The matrix that has started this process does the talking.
+    say = (lambda text: None) if own_process else (lambda text: stderr().print(text, markup=False))
     plan = run_matrix(Path(files[0]), settings, out, orders, say)
     chosen = [item for item in plan.cells if not orders.only or item.name in orders.only]
     states = [plan.state(item) for item in chosen]
-    if portable:
+    if not own_process:
         counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
         typer.echo(f"{plan.out}: {counts}")
     if "failed" in states or any(item.problem is not None for item in chosen):

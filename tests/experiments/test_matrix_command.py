@@ -42,9 +42,10 @@ def test_mistakes_end_in_a_message(tmp_path):
 
 def test_a_cell_has_a_process_of_its_own_and_the_results_are_a_table(tmp_path):
     path = write_matrix(tmp_path, arms=ARMS[:1], set={"train.steps": 1})
-    result = qerl("matrix", path, "--out", tmp_path / "out", "--max-minutes", "30")
+    result = qerl("matrix", path, "--out", tmp_path / "out", "--max-minutes", "30", "--no-portable")
     assert result.exit_code == 0, result.output
-    assert "1 finished" in result.output
+    assert "1 finished" in result.output and not (tmp_path / "out" / "portable").exists()
+    assert Manifest(tmp_path / "out").cell("plain-s0")["own_process"] is True
     cell = json.loads((tmp_path / "out" / "plain-s0" / "cell.json").read_text())
     assert cell["peak_memory"]["of"] == "process, resident" and cell["steps"] == 1
     table = qerl("results", tmp_path / "out", "--write", tmp_path / "results").output
@@ -53,15 +54,18 @@ def test_a_cell_has_a_process_of_its_own_and_the_results_are_a_table(tmp_path):
 
 
 def test_ctrl_c_reaches_every_running_cell_which_stops_after_its_step(tmp_path):
-    path = write_matrix(tmp_path, set={"train.steps": 400})
+    path = write_matrix(tmp_path, set={"train.steps": 400, "log.progress": "plain"})
     command = [sys.executable, "-m", "qerl", "matrix", str(path), "--out", str(tmp_path / "out"), "--jobs", "2"]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    printed = tmp_path / "printed"
+    process = subprocess.Popen(command, stdout=printed.open("w"), stderr=subprocess.DEVNULL)
     metrics = tmp_path / "out" / "noisy-s0" / "metrics.jsonl"
     deadline = time.monotonic() + 120
     while not (metrics.exists() and metrics.read_text().count("\n") > 2) and time.monotonic() < deadline:
         time.sleep(0.1)
     os.kill(process.pid, signal.SIGINT)
     assert process.wait(timeout=60) == 130
+    names = {line.partition(": ")[0] for line in printed.read_text().splitlines()}
+    assert names == {"plain-s0", "noisy-s0"}, "every line says whose it is"
     for name in ("plain-s0", "noisy-s0"):
         assert Manifest(tmp_path / "out").cell(name)["state"] == "stopped"
         assert list((tmp_path / "out" / "portable" / name / "checkpoints").glob("*/portable.npz"))
