@@ -10,6 +10,7 @@ from typing import Any
 from qerl.config.schema import Config
 from qerl.errors import RunFolderError
 from qerl.eval.evaluate import evaluate
+from qerl.eval.files import suite_name
 from qerl.experiments.schema import FinalConfig
 from qerl.metrics.run_dir import RunDir
 from qerl.model.aqn import Noise
@@ -49,7 +50,7 @@ def wanted(specs: Sequence[FinalConfig], config: Config) -> list[FinalConfig]:
 def evaluate_trained(trained: Trained, specs: Sequence[FinalConfig], time_for: TimeFor) -> bool:
     """Make the evaluations that ``final.json`` lacks, as long as there is time; whether all are there.
 
-    An evaluation is taken to need the longest of those so far, times its samples.
+    An evaluation is taken to need the longest of those so far, times its samples and by its questions.
     """
     run, config = trained.run, trained.config
     results: dict[str, Any] = run.read_json(run.final_path) or {}
@@ -57,13 +58,14 @@ def evaluate_trained(trained: Trained, specs: Sequence[FinalConfig], time_for: T
     for spec in wanted(specs, config):
         if spec.name in results:
             continue
-        if not time_for(each * spec.samples):
+        prompts, too_long = _questions(trained, spec)
+        if not time_for(each * spec.samples * len(prompts) / max(len(trained.eval_prompts), 1)):
             return False
         started = time.perf_counter()
         changes = {"temperature": spec.temperature, "top_p": spec.top_p, "samples": spec.samples, "noise": False}
         result = evaluate(
             trained.session.engine,
-            trained.eval_prompts,
+            prompts,
             trained.rewarder,
             eval_cfg=config.eval.model_copy(update=changes),
             seed=config.train.seed,
@@ -72,9 +74,18 @@ def evaluate_trained(trained: Trained, specs: Sequence[FinalConfig], time_for: T
         )
         run.write_final_evaluation(spec.name, result.rows)
         seconds = time.perf_counter() - started
-        results[spec.name] = result.to_dict() | {"step": trained.step, "seconds": seconds}
+        asked = {} if spec.data is None else {"data": suite_name(spec.data), "too_long": too_long}
+        results[spec.name] = result.to_dict() | asked | {"step": trained.step, "seconds": seconds}
         run.write_json(run.final_path, results)
     return True
+
+
+def _questions(trained: Trained, spec: FinalConfig) -> tuple[Sequence[Prompt], int]:
+    """What is asked, and how many questions are left out as too long."""
+    if spec.data is None:
+        return trained.eval_prompts, 0
+    prompts, too_long, _ = load_prompts(trained.config, trained.session.tokenizer, spec.data, "test", None)
+    return prompts, too_long
 
 
 def from_trainer(trainer: Trainer) -> Trained:

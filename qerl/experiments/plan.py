@@ -102,7 +102,8 @@ def open_plan(path: Path, settings: Sequence[str], out: Path | None, *, data: bo
         choices={arm: choice["axes"] for arm, choice in known["choices"].items() if choice["axes"] is not None},
         temperatures={group: found["temperature"] for group, found in known["matched"].items()},
     )
-    checked = tuple(_checked(cell, data=data) for cell in cells)
+    others = tuple(spec.data for spec in matrix.final if spec.data is not None)
+    checked = tuple(_checked(cell, others, data=data) for cell in cells)
     _refuse_one_problem_of_all(checked)
     plan = Plan(path=path, settings=tuple(settings), matrix=matrix, out=folder, cells=checked, manifest=manifest)
     _check_begun(plan)
@@ -117,22 +118,23 @@ def _refuse_one_problem_of_all(cells: Sequence[Cell]) -> None:
         raise ConfigError(f"no cell of the matrix can run: {problem}")
 
 
-def _checked(cell: Cell, *, data: bool) -> Cell:
+def _checked(cell: Cell, others: Sequence[str], *, data: bool) -> Cell:
     """The cell with what is wrong with it, or with the lengths that its run will have."""
     if cell.config is None:
         return cell
-    problem = _problem(cell, data=data)
+    problem = _problem(cell, others, data=data)
     if problem is not None:
         return replace(cell, problem=problem)
     spec = ModelSpec.from_folder(require_model_path(cell.config))
     return replace(cell, config=fit_lengths(cell.config, spec)[0])
 
 
-def _problem(cell: Cell, *, data: bool) -> str | None:
+def _problem(cell: Cell, others: Sequence[str], *, data: bool) -> str | None:
     """Why a cell would end before its first step, found without weights; None when nothing is found.
 
     Args:
         cell: with a configuration.
+        others: data sets that it is evaluated on beside its own.
         data: look at data, chat template and reward functions too.
     """
     config = cell.config
@@ -150,7 +152,7 @@ def _problem(cell: Cell, *, data: bool) -> str | None:
         settle_memory(config)
         if data:
             shared = config.model_copy(update=_INDIFFERENT)
-            problem = _data_problem(shared.model_dump_json())
+            problem = _data_problem(shared.model_dump_json(), tuple(others))
             if problem is not None:
                 return problem
     except QerlError as error:
@@ -181,8 +183,8 @@ _INDIFFERENT = {
 
 
 @lru_cache(maxsize=32)
-def _data_problem(text: str) -> str | None:
-    """What is wrong with data, chat template or reward functions of a configuration, given as JSON."""
+def _data_problem(text: str, others: tuple[str, ...]) -> str | None:
+    """What is wrong with data (``others`` are evaluated on too), chat template or reward functions of a configuration, given as JSON."""
     config = Config.model_validate_json(text)
     try:
         Rewarder(config.reward, config.rollout.max_new_tokens).close()
@@ -190,6 +192,9 @@ def _data_problem(text: str) -> str | None:
         load_prompts(config, tokenizer, config.data.train, "train", None, training=True)
         if config.data.eval is not None:
             load_prompts(config, tokenizer, config.data.eval, "test", config.data.eval_limit)
+        for source in others:
+            if not load_prompts(config, tokenizer, source, "test", None)[0]:
+                return f"data set {source} of final: every prompt is longer than rollout.max_prompt_tokens"
     except QerlError as error:
         return _shortened(str(error))
     return None

@@ -67,6 +67,8 @@ class FinalConfig(Section):
 
     name: str
     """Key in summaries."""
+    data: str | None = None
+    """Other questions, named as `data.eval` is; null: those of `data.eval`."""
     temperature: Annotated[float, Field(ge=0)] = 0.0
     """0 is greedy."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0

@@ -1,14 +1,18 @@
-"""One evaluation before training for all cells of a base."""
+"""Evaluations of cells: one before training for all of a base, and more after it."""
 
 from __future__ import annotations
 
+import json
 import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
+import pytest
 from matrix_builders import ARMS, write_matrix
 
 from qerl.config.load import load_config
+from qerl.errors import ConfigError
+from qerl.experiments.plan import open_plan
 from qerl.experiments.runner import Orders, run_matrix
 from qerl.experiments.shared import evaluate_before
 from qerl.metrics.run_dir import RunDir
@@ -71,3 +75,19 @@ def test_a_cell_waits_for_the_evaluation_that_another_is_making(tmp_path):
     trainers[0].state.base_hash = "another"
     evaluate_before(trainers[0], tmp_path)
     assert made[1:] == ["cell0"]
+
+
+def test_a_trained_model_answers_questions_of_another_set_too(tmp_path):
+    others = tmp_path / "others.jsonl"
+    rows = [{"question": f"What is {a} + {a + 1}?", "answer": str(2 * a + 1)} for a in range(5)]
+    others.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    finals = [{"name": "others", "data": str(others)}]
+    path = write_matrix(tmp_path, arms=ARMS[:1], set={"train.steps": 1}, final=finals)
+    plan = run_matrix(path, [], tmp_path / "out", Orders(one_process=True), lambda text: None)
+    run = plan.run(plan.cells[0])
+    found = run.read_json("final.json")["others"]
+    assert (found["count"], found["data"], found["too_long"]) == (5, "others", 0)
+    assert [row["question"] for row in run.read_final_evaluation("others")] == [row["question"] for row in rows]
+    finals = [{"name": "others", "data": str(tmp_path / "none.jsonl")}]
+    with pytest.raises(ConfigError, match=r"no cell of the matrix can run.*none\.jsonl"):
+        open_plan(write_matrix(tmp_path, arms=ARMS[:1], final=finals), [], tmp_path / "other")
