@@ -14,6 +14,7 @@ from qerl.experiments.manifest import State
 from qerl.experiments.plan import Plan
 from qerl.experiments.shared import evaluate_before
 from qerl.experiments.summary import write_cell_summary
+from qerl.experiments.watch import AT_WORK
 from qerl.metrics.run_dir import RunDir
 from qerl.metrics.run_lock import RunLock
 from qerl.train.run import train
@@ -21,13 +22,11 @@ from qerl.train.stop import Deadline, StopRequest
 
 FAILURES = (QerlError, RuntimeError, ArithmeticError, AssertionError)
 """What ends a cell and not the matrix: refused settings, numbers that are not finite, memory that ran out, broken invariants."""
-RUNNING = ".running"
-"""Folder of the matrix folder with the locks of cells at work."""
 
 
 def lock(plan: Plan, cell: Cell) -> RunLock:
     """What one process alone may hold that works on a cell. It lies outside the cell's folder, which a fresh start removes."""
-    return RunLock(plan.out / RUNNING / cell.name, "cell", "Wait until it ends, or stop that process")
+    return RunLock(plan.out / AT_WORK / cell.name, "cell", "Wait until it ends, or stop that process")
 
 
 def run_cell(plan: Plan, cell: Cell, deadline: Deadline, *, own_process: bool) -> str:

@@ -46,7 +46,7 @@ def test_a_cell_that_another_process_is_at_work_on_is_left_alone(tmp_path):
         with pytest.raises(RunFolderError, match="another process"):
             one_cell.run_cell(plan, cell, Deadline(None), own_process=True)
         assert plan.state(cell) == "running"
-    assert not (tmp_path / "out" / one_cell.RUNNING).exists()
+    assert not (tmp_path / "out" / one_cell.AT_WORK).exists()
 
 
 @pytest.mark.parametrize(
