@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
@@ -26,7 +27,7 @@ AT_WORK = ".running"
 QUIET_SECONDS = 60.0
 """Without a cell at work for so long, a matrix is taken for stopped: between two cells there are seconds."""
 OVER = ("finished", "failed", "invalid")
-HEADINGS = ("cell", "state", "step", "reward", "entropy", "sigma", "held-out", "s a step", "time")
+HEADINGS = ("cell", "state", "step", "reward", "entropy", "held-out", "s a step", "time")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +37,8 @@ class CellLine:
     name: str
     state: str
     at_work: bool
+    shared: bool
+    """Whether its times are not its own: it ran beside others on one device."""
     values: tuple[str, ...]
 
     @property
@@ -122,9 +125,8 @@ def _line(folder: Path, name: str, entry: Mapping[str, Any]) -> CellLine:
         f"{last['step']}" if rows else "",
         _number(last.get("reward"), "{:.3f}"),
         _number(last.get("entropy"), "{:.3f}"),
-        _number(last.get("aqn/sigma"), "{:.2g}"),
         " → ".join(f"{value:.1%}" for value in (held if len(held) < 2 else (held[0], held[-1]))),
-        _number(median(seconds) if seconds else None, "{:.2f} shared" if entry.get("shared_device") else "{:.2f}"),
+        _number(median(seconds) if seconds else None, "{:.2f}*" if entry.get("shared_device") else "{:.2f}"),
         duration(float(last["time/elapsed"])) if "time/elapsed" in last else "",
     )
     at_work = is_held(folder / AT_WORK / name)
@@ -132,7 +134,11 @@ def _line(folder: Path, name: str, entry: Mapping[str, Any]) -> CellLine:
     if state == "running" and at_work is False:
         state = "stopped"
     return CellLine(
-        name=name, state=state, at_work=bool(at_work) or (at_work is None and state == "running"), values=values
+        name=name,
+        state=state,
+        at_work=bool(at_work) or (at_work is None and state == "running"),
+        shared=bool(entry.get("shared_device")),
+        values=values,
     )
 
 
@@ -143,7 +149,9 @@ def _number(value: Any, form: str) -> str:
 def _table(lines: Sequence[CellLine]) -> Table:
     states = [line.state for line in lines]
     counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
-    table = Table(caption=counts, caption_justify="left")
+    if any(line.shared for line in lines):
+        counts += "   (* beside other cells on one device)"
+    table = Table(caption=counts, caption_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for index, heading in enumerate(HEADINGS):
         table.add_column(heading, no_wrap=True, justify="left" if index < 2 else "right")
     for line in lines:

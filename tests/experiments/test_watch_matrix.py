@@ -48,8 +48,8 @@ def test_cells_are_followed_until_all_are_over(tmp_path):
         "a-s0: running",
         "b-s0: invalid",
         "a-s0: running, step 0, held-out 25.0%, time 30s",
-        "a-s0: running, step 2, reward 0.600, held-out 25.0% → 50.0%, s a step 3.00 shared, time 40s",
-        "a-s0: finished, step 2, reward 0.600, held-out 25.0% → 50.0%, s a step 3.00 shared, time 40s",
+        "a-s0: running, step 2, reward 0.600, held-out 25.0% → 50.0%, s a step 3.00*, time 40s",
+        "a-s0: finished, step 2, reward 0.600, held-out 25.0% → 50.0%, s a step 3.00*, time 40s",
     ]
 
 
@@ -68,7 +68,5 @@ def test_a_matrix_without_a_cell_at_work_has_stopped_and_once_shows_a_table(tmp_
     table = console()
     assert watch_matrix(tmp_path, once=True, console=table) is None
     row = next(line for line in table.file.getvalue().splitlines() if "a-s0" in line)
-    assert [cell.strip() for cell in row.strip("│").split("│")] == [
-        *("a-s0", "stopped", "1", "0.500", "0.300", "0.01", "25.0%", "2.50", "33s")
-    ]
+    assert row.split() == [*("a-s0", "stopped", "1", "0.500", "0.300", "25.0%", "2.50", "33s")]
     assert "1 stopped, 1 waiting" in table.file.getvalue()
