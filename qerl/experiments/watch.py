@@ -151,7 +151,7 @@ def _table(lines: Sequence[CellLine]) -> Table:
     counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
     if any(line.shared for line in lines):
         counts += "   (* beside other cells on one device)"
-    table = Table(caption=counts, caption_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = Table(caption=counts, caption_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for index, heading in enumerate(HEADINGS):
         table.add_column(heading, no_wrap=True, justify="left" if index < 2 else "right")
     for line in lines:
