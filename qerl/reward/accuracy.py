@@ -55,6 +55,10 @@ class AccuracyChecker:
         )
         self._known: dict[tuple[str, str | None], Judgement] = {}
 
+    def warm_up(self) -> None:
+        """Begin to start what a first symbolic comparison would wait for, which takes seconds."""
+        self._pool.warm_up()
+
     def judge(self, completions: Sequence[Completion]) -> list[Judgement]:
         """One judgement an answer, in order."""
         results: dict[int, Judgement] = {}

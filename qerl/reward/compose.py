@@ -50,6 +50,10 @@ class Rewarder:
         shaping = (OVERLONG,) if self.cfg.overlong.enabled else ()
         return tuple(_short_name(spec) for spec in self.cfg.functions) + shaping
 
+    def warm_up(self) -> None:
+        """Begin to start what the first scores would wait for, without waiting: worth it where answers take only seconds."""
+        self._accuracy.warm_up()
+
     def score(self, completions: Sequence[Completion]) -> list[Score]:
         """One score an answer, in order. Faults of reward functions become notes, never exceptions."""
         judgements = self._accuracy.judge(completions)

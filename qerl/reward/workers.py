@@ -26,8 +26,8 @@ from qerl.reward.worker import Reply, Start
 START_SECONDS = 300.0
 """Longest time that importing a function may take (a reward model may be loaded there)."""
 
-CALLS_PER_WORKER = 16
-"""A further process is started for every so many calls."""
+CALLS_PER_WORKER = 100
+"""A further process is started for every so many calls: to import what it needs takes it as long as they do."""
 
 
 @dataclass(slots=True)
@@ -38,6 +38,8 @@ class _Running:
     connection: Connection
     call: int = -1
     deadline: float = 0.0
+    loaded: bool = False
+    """Whether it has said that it has the function."""
 
 
 class WorkerPool:
@@ -65,8 +67,14 @@ class WorkerPool:
         Raises:
             RewardError: when the function cannot be loaded.
         """
+        self.warm_up()
+        if self._idle and not self._loaded:
+            self._idle.append(self._ready(self._idle.pop()))
+
+    def warm_up(self) -> None:
+        """Start one process, if there is none, without waiting until it has loaded the function."""
         if not self._live:
-            self._idle.append(self._spawn())
+            self._idle.append(self._launch())
 
     def call(self, calls: Sequence[dict[str, Any]], timeout: float) -> list[Reply]:
         """Make all calls, each with ``timeout`` seconds; replies come in the order of ``calls``.
@@ -106,7 +114,7 @@ class WorkerPool:
         self._idle.clear()
 
     def _begin(self, index: int, arguments: dict[str, Any], timeout: float) -> _Running:
-        worker = self._idle.pop() if self._idle else self._spawn()
+        worker = self._ready(self._idle.pop() if self._idle else self._launch())
         worker.call = index
         try:
             worker.connection.send(arguments)
@@ -131,7 +139,8 @@ class WorkerPool:
             return Reply(status="error", error=f"timed out after {timeout:g} s")
         return None
 
-    def _spawn(self) -> _Running:
+    def _launch(self) -> _Running:
+        """A new process that begins to load the function."""
         ours, theirs = Pipe()
         # A session of its own: Ctrl-C reaches the caller alone, and the whole group can be killed at a time-out.
         process = subprocess.Popen(
@@ -144,17 +153,29 @@ class WorkerPool:
         theirs.close()
         worker = _Running(process, ours)
         self._live.append(worker)
+        # A process that has ended by now is told by reading from it.
+        with contextlib.suppress(OSError):
+            ours.send(self.first_message)
+        return worker
+
+    def _ready(self, worker: _Running) -> _Running:
+        """The process, as soon as it has loaded the function.
+
+        Raises:
+            RewardError: it cannot; the process is gone then.
+        """
+        if worker.loaded:
+            return worker
         error = "it did not load in time"
         try:
-            ours.send(self.first_message)
-            if ours.poll(START_SECONDS):
-                reply: Reply = ours.recv()
+            if worker.connection.poll(START_SECONDS):
+                reply: Reply = worker.connection.recv()
                 if reply.status == "ok":
-                    self._loaded = True
+                    self._loaded = worker.loaded = True
                     return worker
                 error = reply.error
         except (EOFError, OSError):
-            error = f"its process ended with exit code {process.wait()}"
+            error = f"its process ended with exit code {worker.process.wait()}"
         self._discard(worker)
         raise RewardError(
             f"reward function {self.first_message.function!r} cannot be loaded: {error}",

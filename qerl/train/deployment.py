@@ -188,6 +188,8 @@ def measure(
 
         for policy, target in targets:
             session = models.session(target)
+            if session.device.type == "cuda":
+                rewarder.warm_up()
             prompts = prompts or {name: _prompts(config, session, name, warn) for name in names}
             if target.adapter is not None:
                 effects.append(adapter_effect(session, prompts[names[0]][0], policy))

@@ -175,6 +175,8 @@ def build_trainer(config: Config, run: RunDir, session: Session, *, resume: bool
     if config.data.eval is not None:
         eval_prompts, _, _ = load_prompts(config, tokenizer, config.data.eval, "test", config.data.eval_limit)
     rewarder = Rewarder(config.reward, config.rollout.max_new_tokens)
+    if session.device.type == "cuda":
+        rewarder.warm_up()
     optimizer = make_optimizer(session.model.trainable_parameters(), config.optim)
     sampler = PromptSampler(train_prompts, config.train.seed)
     timer = StageTimer(session.device)

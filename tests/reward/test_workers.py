@@ -22,12 +22,29 @@ def test_replies_come_in_the_order_of_the_calls():
 
 def test_calls_are_spread_over_workers(tmp_path):
     source = tmp_path / "slow.py"
-    source.write_text("import os, time\n\ndef f(i):\n    time.sleep(0.02)\n    return i, os.getpid()\n")
+    source.write_text("import os, time\n\ndef f(i):\n    time.sleep(0.01)\n    return i, os.getpid()\n")
     pool = WorkerPool(f"{source}:f", size=2)
-    values = [reply.value for reply in pool.call([{"i": i} for i in range(20)], timeout=5.0)]
+    values = [reply.value for reply in pool.call([{"i": i} for i in range(120)], timeout=5.0)]
     pool.close()
-    assert [i for i, _ in values] == list(range(20))
+    assert [i for i, _ in values] == list(range(120))
     assert len({pid for _, pid in values}) == 2
+
+
+def test_a_process_that_was_started_ahead_takes_the_first_call(tmp_path):
+    (tmp_path / "pid.py").write_text("import os, time\n\ntime.sleep(0.3)\n\ndef f():\n    return os.getpid()\n")
+    pool = WorkerPool(f"{tmp_path}/pid.py:f")
+    pool.warm_up()
+    pool.warm_up()
+    (ahead,) = pool._live
+    assert not ahead.connection.poll(0), "not waited for"
+    assert pool.call([{}], timeout=5.0)[0].value == ahead.process.pid
+    pool.close()
+    (tmp_path / "broken.py").write_text("raise RuntimeError('not today')\n")
+    broken = WorkerPool(f"{tmp_path}/broken.py:f")
+    broken.warm_up()
+    with pytest.raises(RewardError, match="not today"):
+        broken.call([{}], timeout=5.0)
+    assert not broken._live
 
 
 def test_a_worker_is_used_again_until_it_must_be_killed(tmp_path):
