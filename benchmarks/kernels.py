@@ -1,7 +1,7 @@
 """Linear layers with adapters and LM heads: packed against cuBLAS in bfloat16 and against bitsandbytes, beside the floor of memory and matrix units.
 
     python benchmarks/kernels.py [--sizes 7B 32B] [--rows 1 8 64] [--ranks 32 16 64 128] [--few-sizes 14B 3B] [--heads 7B 0.5B] [--kernels cuda]
-        [--seconds 240] [--out results/kernels_linear.json]
+        [--formats nvfp4,mxfp4,nf4] [--seconds 240] [--out results/kernels_linear.json]
 
 One row is one decoder layer (q k v fused, o, gate up fused, down; bias on q k v) with LoRA on all seven projections. Times are medians of
 20 replays of a captured graph that walks over several layers, so that no weight is in the cache, with the second and eighth
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import itertools
 import json
 import statistics
 import subprocess
@@ -33,6 +34,7 @@ from timing import deciles, device_times, require_gpu
 from torch import Tensor
 
 from qerl.formats import PackedWeight, dequantize, get_format, tiles
+from qerl.formats.nvfp4 import Nvfp4Format
 from qerl.kernels.fp4_linear import AdapterPart, fp4_linear, regimes
 
 ROWS = (1, 8, 16, 32, 64, 128, 256, 512, 2048, 8192)
@@ -40,6 +42,8 @@ FEW_ROWS = (1, 8, 64, 256, 2048)
 RANK_ROWS = (8, 64)
 CACHE_BYTES = 60e6
 LARGEST_ERROR = 3.5e-3
+ROUNDED_WEIGHTS = {"nf4": 4.5e-3}
+"""Of formats whose weights the kernels round."""
 MOST_CHECKED = 1 + max(regimes.MIDDLE_ROWS, regimes.DECODE_ROWS_WITHOUT_MIDDLE)
 """Rows of x of a check, at most: the fewest that the dense regime has for every weight, so that no regime is above them."""
 # Base weights alone, milliseconds a layer, by rows of x: humming-kernels 0.1.19 on another H200, in a run of its own.
@@ -65,10 +69,16 @@ TINY = {"hidden_size": 64, "intermediate_size": 96, "heads": (4, 2)}
 class Linear:
     """One fused projection of a layer."""
 
-    weight: PackedWeight
+    weights: dict[str, PackedWeight]
+    """By format, the first one first."""
     dense_OI: Tensor
     bias_O: Tensor | None
     parts: tuple[AdapterPart, ...]
+
+    @property
+    def weight(self) -> PackedWeight:
+        """In the first format."""
+        return next(iter(self.weights.values()))
 
 
 def projections(size: dict[str, Any]) -> list[tuple[tuple[int, ...], int]]:
@@ -95,24 +105,26 @@ def adapters(segments: Sequence[int], d_in: int, rank: int, device: torch.device
     )
 
 
-def layer(size: dict[str, Any], rank: int, device: torch.device, *, real: bool) -> list[Linear]:
-    """The four products of a layer; `real` weights are quantized ones, others random bytes beside an unrelated dense weight."""
-    fmt = get_format("nvfp4")
+def layer(size: dict[str, Any], rank: int, device: torch.device, formats: Sequence[str], *, real: bool) -> list[Linear]:
+    """The four products of a layer; `real` weights are quantized ones, others, of NVFP4, random bytes beside an unrelated dense weight."""
     found = []
     for index, (segments, d_in) in enumerate(projections(size)):
         shape = (sum(segments), d_in)
         dense_OI = normal(*shape, scale=0.02, device=device)
-        if real or device.type == "cpu":
-            weight = fmt.for_device(fmt.quantize(dense_OI, segments=segments))
-        else:
-            data = torch.randint(0, 256, tiles.tile_shape(*shape), dtype=torch.uint8, device=device)
+        weights = {}
+        for name in formats:
+            fmt = get_format(name)
+            if real or device.type == "cpu" or not isinstance(fmt, Nvfp4Format):
+                weights[name] = fmt.for_device(fmt.quantize(dense_OI, segments=segments))
+                continue
+            data = torch.randint(0, 256, fmt.tile_layout.shape(*shape), dtype=torch.uint8, device=device)
             # Scales between 2^-3 and 2^2.
             data[..., tiles.CODE_BYTES :] = 152 + data[..., tiles.CODE_BYTES :] % 40
             tensors = {"tiles": data, "global_scale": torch.full((len(segments),), 2e4, device=device)}
-            weight = PackedWeight(format="nvfp4", shape=shape, tensors=tensors, segments=segments, order="tiles")
+            weights[name] = PackedWeight(format=name, shape=shape, tensors=tensors, segments=segments, order="tiles")
         bias_O = normal(shape[0], scale=1.0, device=device) if index == 0 else None
         parts = adapters(segments, d_in, rank, device) if rank else ()
-        found.append(Linear(weight=weight, dense_OI=dense_OI, bias_O=bias_O, parts=parts))
+        found.append(Linear(weights=weights, dense_OI=dense_OI, bias_O=bias_O, parts=parts))
     return found
 
 
@@ -150,9 +162,9 @@ def bitsandbytes_product(layers: Sequence[list[Linear]]) -> Callable[..., Tensor
     return product
 
 
-def packed(kernel: str) -> Callable[..., Tensor]:
+def packed(kernel: str, name: str) -> Callable[..., Tensor]:
     def product(linear: Linear, x_TI: Tensor, parts: Sequence[AdapterPart]) -> Tensor:
-        return fp4_linear(x_TI, linear.weight, linear.bias_O, parts, kernel=kernel)
+        return fp4_linear(x_TI, linear.weights[name], linear.bias_O, parts, kernel=kernel)
 
     return product
 
@@ -160,11 +172,14 @@ def packed(kernel: str) -> Callable[..., Tensor]:
 class Bench:
     """Measures and keeps the rows."""
 
-    def __init__(self, device: torch.device, seconds: float, kernels: Sequence[str], out: Path | None):
+    def __init__(
+        self, device: torch.device, seconds: float, kernels: Sequence[str], formats: Sequence[str], out: Path | None
+    ):
         self.device = device
         self.cache_bytes = CACHE_BYTES if device.type == "cuda" else 0
         self.until = time.monotonic() + seconds
         self.kernels = kernels
+        self.formats = formats
         self.out = out
         self.rows: list[dict[str, Any]] = []
         self.copy_rate, self.matrix_rate = self._rates()
@@ -176,6 +191,7 @@ class Bench:
             "torch": torch.__version__,
             "commit": commit or None,
             "kernels": list(kernels),
+            "formats": list(formats),
             "copy_bytes_per_second": self.copy_rate,
             "matrix_flops_per_second": self.matrix_rate,
         }
@@ -185,8 +201,10 @@ class Bench:
         """Every kernel against float64 on quantized weights of this size; False if the time is over."""
         if not self.time_left(f"{name} rank {rank}"):
             return False
-        for linear in layer(size, rank, self.device, real=True):
-            exact_OI = dequantize(linear.weight, torch.float64)
+        for linear, weight_format in itertools.product(
+            layer(size, rank, self.device, self.formats, real=True), self.formats
+        ):
+            exact_OI = dequantize(linear.weights[weight_format], torch.float64)
             for count in sorted({min(count, MOST_CHECKED) for count in tokens}):
                 x_TI = normal(count, linear.weight.shape[1], scale=1.0, device=self.device)
                 reference = x_TI.double() @ exact_OI.T
@@ -198,18 +216,24 @@ class Bench:
                     reference[:, part.start : part.stop] += part.scale * h_TR @ part.b_OR.double().T
                 for kernel in self.kernels:
                     with torch.no_grad():
-                        y_TO = packed(kernel)(linear, x_TI, linear.parts).double()
+                        y_TO = packed(kernel, weight_format)(linear, x_TI, linear.parts).double()
                     error = float((y_TO - reference).norm() / reference.norm())
                     shape = list(linear.weight.shape)
-                    assert error < LARGEST_ERROR, f"{name} {shape}, {count} rows, kernel {kernel}: error {error:.2e}"
+                    what = f"{name} {weight_format} {shape}, {count} rows, kernel {kernel}"
+                    assert error < ROUNDED_WEIGHTS.get(weight_format, LARGEST_ERROR), f"{what}: error {error:.2e}"
         return True
 
     def run(self, name: str, size: dict[str, Any], rank: int, tokens: Sequence[int]) -> None:
         """All rows of one size and rank."""
+        # The floor, and how many layers outgrow the cache, are of NVFP4 and NF4, 4.5 bits a weight.
         packed_bytes = sum(sum(rows) * d_in * 0.5625 for rows, d_in in projections(size))
         copies = max(2, int(3 * CACHE_BYTES // packed_bytes) + 1) if self.device.type == "cuda" else 1
-        layers = [layer(size, rank, self.device, real=False) for _ in range(copies)]
-        methods: dict[str, Callable[..., Tensor]] = {kernel: packed(kernel) for kernel in self.kernels}
+        layers = [layer(size, rank, self.device, self.formats, real=False) for _ in range(copies)]
+        methods: dict[str, Callable[..., Tensor]] = {
+            kernel if name == self.formats[0] else f"{kernel} {name}": packed(kernel, name)
+            for kernel in self.kernels
+            for name in self.formats
+        }
         methods["bf16"] = bfloat16
         other = bitsandbytes_product(layers)
         if other is not None:
@@ -329,6 +353,7 @@ def main() -> None:
     parser.add_argument("--ranks", nargs="+", type=int, default=[32, 16, 64, 128])
     parser.add_argument("--heads", nargs="*", default=["7B", "0.5B"], choices=[*SHAPES, "tiny"])
     parser.add_argument("--kernels", nargs="+", default=["cuda"], help="implementations of fp4_linear")
+    parser.add_argument("--formats", default="nvfp4", help="formats of the weights, with commas")
     parser.add_argument("--seconds", type=float, default=240.0)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--tiny", action="store_true")
@@ -341,7 +366,8 @@ def main() -> None:
         rank_rows, head_tokens = (1,), (1, 5)
     torch.manual_seed(0)
     device = torch.device("cpu" if arguments.tiny else "cuda")
-    bench = Bench(device, arguments.seconds, arguments.kernels, arguments.out)
+    formats = arguments.formats.split(",")
+    bench = Bench(device, arguments.seconds, arguments.kernels, formats, arguments.out)
 
     def linears(name: str, rank: int, rows: Sequence[int]) -> None:
         size = SHAPES.get(name, TINY)

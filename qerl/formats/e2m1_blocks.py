@@ -19,18 +19,18 @@ from qerl.formats.base import (
     BlockScales,
     PackedWeight,
     PackLayout,
-    WeightFormat,
     check_choices,
     check_finite,
     check_weight,
     row_slices,
 )
 from qerl.formats.search import least_error
+from qerl.formats.tiles import TiledFormat
 
 DIVISOR = "global_scale"
 
 
-class E2m1Format(WeightFormat):
+class E2m1Format(TiledFormat):
     """Stored tensors: `packed` uint8 [d_out, B * K / 2], `block_scales` [d_out, B], and perhaps `global_scale` [segments]."""
 
     layout: PackLayout
@@ -59,6 +59,28 @@ class E2m1Format(WeightFormat):
         Raises:
             FormatError: by the name of the weight.
         """
+
+    @abstractmethod
+    def tile_scales(self, codes_OI: Tensor, scales_OB: Tensor) -> Tensor:
+        """What tiles hold for stored scales, both as bytes [O, B]; `codes_OI`, one a byte, may be changed with them."""
+
+    @abstractmethod
+    def natural_scales(self, stored_OB: Tensor) -> Tensor:
+        """The way back of `tile_scales`."""
+
+    def to_parts(self, packed: PackedWeight, rows: slice) -> tuple[Tensor, Tensor]:
+        data = packed.tensors["packed"][rows]
+        codes = torch.stack((data & 15, data >> 4), dim=2).flatten(1)
+        return codes, self.tile_scales(codes, packed.tensors["block_scales"][rows].view(torch.uint8))
+
+    def from_parts_of_tiles(self, parts: Iterable[tuple[Tensor, Tensor]], shape: tuple[int, int]) -> dict[str, Tensor]:
+        blocks = -(-shape[1] // self.block)
+        found = [
+            (e2m1.pack(codes[:, : blocks * self.block]), self.natural_scales(scales[:, :blocks]))
+            for codes, scales in parts
+        ]
+        packed, scales = (torch.cat(column) for column in zip(*found, strict=True))
+        return {"packed": packed, "block_scales": scales.view(self.scale_dtype)}
 
     def tensor_scales(self, reach: Tensor, rounding: str, segments: int) -> dict[str, Tensor]:
         """Stored tensors with one entry a segment, for a tensor whose largest magnitude is `reach`."""

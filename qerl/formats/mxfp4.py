@@ -7,6 +7,8 @@ Stored tensors (P = d_in padded to a multiple of 32, with zeros):
     packed        uint8  [d_out, P / 2]     even element in the low nibble
     block_scales  uint8  [d_out, P / 32]    e
 
+On a CUDA device `for_device` replaces both by `tiles`, the same numbers in the order of `qerl.formats.tiles`.
+
 The exponent is rounded "EVEN", as compressed-tensors and torchao's mode of that name do: the block's largest magnitude is
 rounded up to the next power of two from 1.75 times a power of two on, and down otherwise; that power, divided by 4, is the
 scale. The largest magnitude is then between 3.5 and 7 scales. Two named roundings, equal to the byte to their library on
@@ -34,6 +36,7 @@ from qerl.errors import FormatError
 from qerl.formats import e2m1
 from qerl.formats.base import BlockScales, PackLayout
 from qerl.formats.e2m1_blocks import E2m1Format
+from qerl.formats.tiles import TileLayout
 
 BLOCK = 32
 BIAS = 127
@@ -55,6 +58,7 @@ class Mxfp4Format(E2m1Format):
     block = BLOCK
     methods = ("rtn", "mse")
     scale_dtype = torch.uint8
+    tile_layout = TileLayout(scale_bytes=2, pairs=False)
     layout = PackLayout(
         name="mxfp4-pack-quantized",
         suffixes={"packed": "weight_packed", "block_scales": "weight_scale"},
@@ -81,6 +85,13 @@ class Mxfp4Format(E2m1Format):
         if scales.rounding == "torchao":
             return e2m1.encode(w_OBK / steps_OB.clamp(min=2.0**-126)[..., None], torch.signbit(w_OBK))
         return e2m1.encode(w_OBK / steps_OB[..., None], w_OBK < 0)
+
+    def tile_scales(self, codes_OI: Tensor, scales_OB: Tensor) -> Tensor:
+        del codes_OI  # stay as they are
+        return scales_OB + 1
+
+    def natural_scales(self, stored_OB: Tensor) -> Tensor:
+        return stored_OB - 1
 
     def check_stored(self, tensors: Mapping[str, Tensor], name: str) -> None:
         largest = int(tensors["block_scales"].max())

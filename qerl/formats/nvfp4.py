@@ -36,15 +36,16 @@ is lost by that, and blocks near the tensor's largest magnitude can be given a l
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from functools import cache
 
 import torch
 from torch import Tensor
 
 from qerl.errors import FormatError
-from qerl.formats import e2m1, tiles
-from qerl.formats.base import METHODS, BlockScales, PackedWeight, PackLayout, segment_range
+from qerl.formats import e2m1
+from qerl.formats.base import METHODS, BlockScales, PackLayout
 from qerl.formats.e2m1_blocks import E2m1Format
+from qerl.formats.tiles import TileLayout
 
 BLOCK = 16
 E4M3_MAX = 448.0
@@ -63,6 +64,7 @@ class Nvfp4Format(E2m1Format):
     block = BLOCK
     methods = METHODS
     per_segment = frozenset({"global_scale"})
+    tile_layout = TileLayout(scale_bytes=4, pairs=False)
     scale_dtype = torch.float8_e4m3fn
     layout = PackLayout(
         name="nvfp4-pack-quantized",
@@ -106,36 +108,14 @@ class Nvfp4Format(E2m1Format):
         x = w_OBK / steps_OB[..., None]
         return e2m1.encode(x, x < 0)
 
-    def for_device(self, packed: PackedWeight) -> PackedWeight:
-        return self.tiled(packed) if packed.device.type == "cuda" else packed
+    def tile_scales(self, codes_OI: Tensor, scales_OB: Tensor) -> Tensor:
+        blocks = codes_OI.unflatten(1, (-1, BLOCK))
+        blocks ^= ((scales_OB >> 7) << 3)[..., None]
+        blocks *= ((scales_OB & 127) != 0)[..., None]
+        return _wide_scales(scales_OB.device)[0].index_select(0, scales_OB.reshape(-1).int()).view(scales_OB.shape)
 
-    def tiled(self, packed: PackedWeight) -> PackedWeight:
-        """The weight in the order of `qerl.formats.tiles`, on any device."""
-        if packed.order == "tiles":
-            return packed
-        stored = packed.tensors
-        ordered = {
-            "tiles": tiles.to_tiles(stored["packed"], stored["block_scales"]),
-            "global_scale": stored["global_scale"],
-        }
-        return replace(packed, tensors=ordered, order="tiles")
-
-    def natural(self, packed: PackedWeight) -> PackedWeight:
-        return packed if packed.order == "natural" else self._untiled(packed, 0, packed.shape[0])
-
-    def rows(self, packed: PackedWeight, start: int, stop: int) -> PackedWeight:
-        return super().rows(packed, start, stop) if packed.order == "natural" else self._untiled(packed, start, stop)
-
-    def _untiled(self, packed: PackedWeight, start: int, stop: int) -> PackedWeight:
-        """Output rows [start, stop) of a tiled weight in the natural order."""
-        first, last, counts = segment_range(packed.segments, start, stop)
-        codes, scales = tiles.from_tiles(packed.tensors["tiles"], -(-packed.shape[1] // BLOCK), start, stop)
-        stored = {
-            "packed": codes,
-            "block_scales": scales,
-            "global_scale": packed.tensors["global_scale"][first:last],
-        }
-        return replace(packed, shape=(stop - start, packed.shape[1]), tensors=stored, segments=counts, order="natural")
+    def natural_scales(self, stored_OB: Tensor) -> Tensor:
+        return _wide_scales(stored_OB.device)[1].index_select(0, stored_OB.reshape(-1).int()).view(stored_OB.shape)
 
     def check_stored(self, tensors: Mapping[str, Tensor], name: str) -> None:
         divisor = tensors["global_scale"]
@@ -167,3 +147,25 @@ def _tensor_scale(reach: Tensor) -> Tensor:
     """p = reach / 2688 of the rounding `torchao`, 1 where that is 0."""
     scale = reach / SCALE_RANGE
     return torch.where(scale > 0, scale, 1.0)
+
+
+_EXPONENT_SHIFT = 22
+_NAN = 0xFF
+
+
+@cache
+def _wide_scales(device: torch.device) -> tuple[Tensor, Tensor]:
+    """uint8 [256] each: from an E4M3 byte to its magnitude with 5 bits of exponent and 3 of mantissa, and back."""
+    forth, back = [0] * 256, [0] * 256
+    for byte in range(1, 127):
+        value = torch.tensor(byte, dtype=torch.uint8).view(torch.float8_e4m3fn).double().item()
+        mantissa, exponent = torch.frexp(torch.tensor(value, dtype=torch.float64))
+        wide = 8 * (int(exponent) - 1 + _EXPONENT_SHIFT) + round((2 * float(mantissa) - 1) * 8)
+        forth[byte] = forth[byte | 128] = wide
+        back[wide] = byte
+    forth[127] = forth[255] = _NAN
+    back[_NAN] = 127
+    return (
+        torch.tensor(forth, dtype=torch.uint8).to(device),
+        torch.tensor(back, dtype=torch.uint8).to(device),
+    )

@@ -1,146 +1,215 @@
-"""The order of NVFP4's bytes that the CUDA kernels read: tiles of 16 output rows by 64 inputs, 576 bytes each.
+"""The order of 4-bit weights' bytes that the CUDA kernels read: tiles of 16 output rows by 64 inputs.
 
 One layout serves decode, prefill, training and the backward pass. It is made once, when a weight is loaded on a CUDA device, and
-holds the same numbers as the natural order (`qerl.formats.nvfp4`):
+holds the same numbers as the natural order of its format:
 
-    tiles  uint8  [ceil(d_out / 16), ceil(d_in / 64), 576]
+    tiles  uint8  [ceil(d_out / 16), ceil(d_in / 64), 512 + 16 * scale bytes]
 
 A tile is four k16 steps of the A operand of `mma.m16n8k16`. Legend: row = 8 h + g, input = 16 j + 8 e + 2 t + u, with h, e, u in
 {0, 1}, g in 0..7 and t, j in 0..3; lane = 4 g + t.
 
-    bytes   0..511   32 lanes x 4 steps j x 2 halves u of 16 bits; a half holds the codes of the four (e, h)
-    bytes 512..575   8 rows g x 2 (h) x 4 steps j: the block scales
+    bytes   0..511   32 lanes x 4 steps j of 32 bits: the codes of (u, e, h)
+    bytes 512..      8 rows g x 2 (h): the scales of a row
 
-A half is not four nibbles. The bits of a code (sign s, exponent EE, mantissa M) stand where a left shift by 0, 3 or 6 and one mask
-bring them to the places of a bfloat16 (s in bit 15, EEM in bits 8, 7, 6); the fourth code takes what is left:
+**E2M1 codes** (NVFP4, MXFP4). The 32 bits are two halves u of 16 bits, each with the codes of the four (e, h); a half is not four nibbles. The bits of a
+code (sign s, exponent EE, mantissa M) stand where a left shift by 0, 3 or 6 and one mask bring them to the places of a bfloat16 (s in bit
+15, EEM in bits 8, 7, 6); the fourth code takes what is left:
 
     bit     15 14 13 12 11 10  9  8  7  6  5  4  3  2  1  0
     code     0  3  3  1  3  3  2  0  0  0  1  1  1  2  2  2        code = h + 2 e
     field    s  E  E  s  s  M  s  E  E  M  E  E  M  E  E  M
 
-A scale is kept in 8 bits without a sign, 5 of exponent and 3 of mantissa, byte = 8 (exponent + 22) + mantissa: every positive E4M3
-number has one, the subnormal ones too, and it expands to a bfloat16 by a shift. Zero has none: a block whose scale is zero gets
-codes of zero instead. That, and the sign of a negative scale (moved to its codes), is all that the way back does not restore.
+**NF4 codes.** The 32 bits are four bytes h + 2 e, each two codes (u = 0 in the low nibble) that are looked up together, rotated left by 7: the first three
+bytes and, in a rotation, the last come to bits 7..14 by a shift of whole bytes, where a byte is the offset of a table with 128 bytes for each pair.
+
+**Scales**, for each row of a tile:
+
+    nvfp4  4 bytes   of blocks of 16: 5 bits of exponent and 3 of mantissa, 8 (exponent + 22) + mantissa. Every positive E4M3 number has one, the
+                     subnormal ones too, and it expands to a bfloat16 by a shift. Zero has none: a block whose scale is zero gets codes of
+                     zero instead. That, and the sign of a negative scale (moved to its codes), is all that the way back does not restore.
+    mxfp4  2 bytes   of blocks of 32: e + 1, so that a shift makes a normal bfloat16 of it; 0 beyond the weight
+    nf4    4 bytes   of the one block: its absmax, float32
 """
 
 from __future__ import annotations
 
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
+
+from qerl.formats.base import PackedWeight, WeightFormat, segment_range
 
 ROWS = 16
 COLUMNS = 64
-BLOCK = 16
 CODE_BYTES = 512
-TILE_BYTES = 576
 
-# Bit of each field of each of the four codes of a half: (sign, exponent high, exponent low, mantissa).
+# Bit of each field of each of the four E2M1 codes of a half: (sign, exponent high, exponent low, mantissa).
 _PLACES = ((15, 8, 7, 6), (12, 5, 4, 3), (9, 2, 1, 0), (11, 14, 13, 10))
 _SLICE_ELEMENTS = 1 << 24
-_EXPONENT_SHIFT = 22
-_NAN = 0xFF
 
 
-def tile_shape(d_out: int, d_in: int) -> tuple[int, int, int]:
-    """Shape of the tensor `tiles` of a weight."""
-    return -(-d_out // ROWS), -(-d_in // COLUMNS), TILE_BYTES
+@dataclass(frozen=True, slots=True)
+class TileLayout:
+    """What of a tile depends on the format."""
+
+    scale_bytes: int
+    """Bytes of the scales of a row of a tile."""
+    pairs: bool
+    """Codes are kept as pairs for a table; otherwise as the fields of E2M1."""
+
+    @property
+    def tile_bytes(self) -> int:
+        """Bytes of a tile."""
+        return CODE_BYTES + ROWS * self.scale_bytes
+
+    def shape(self, d_out: int, d_in: int) -> tuple[int, int, int]:
+        """Shape of the tensor `tiles` of a weight."""
+        return -(-d_out // ROWS), -(-d_in // COLUMNS), self.tile_bytes
 
 
-def to_tiles(packed_OP: Tensor, scales_OB: Tensor) -> Tensor:
-    """Tiles of natural NVFP4 bytes.
+class TiledFormat(WeightFormat):
+    """A format whose weights are put into tiles on a CUDA device."""
 
-    Args:
-        packed_OP: uint8 [d_out, P / 2], even element in the low nibble; P is a multiple of 16.
-        scales_OB: float8_e4m3fn [d_out, P / 16].
+    tile_layout: TileLayout
+    tile_divisor: float = 1.0
+    """The kernels multiply with V = W_hat * divisor and divide the sums; of a format that does not store divisors of its own."""
 
-    Returns:
-        uint8, `tile_shape`; rows and inputs beyond the weight are zeros.
-    """
-    d_out, blocks = scales_OB.shape
-    tiles = torch.empty(tile_shape(d_out, blocks * BLOCK), dtype=torch.uint8, device=packed_OP.device)
-    step = max(1, _SLICE_ELEMENTS // (tiles.shape[1] * COLUMNS * ROWS))
-    for first in range(0, tiles.shape[0], step):
-        rows = slice(first * ROWS, min((first + step) * ROWS, d_out))
-        _fill(tiles[first : first + step], packed_OP[rows], scales_OB[rows].view(torch.uint8))
-    return tiles
+    @abstractmethod
+    def to_parts(self, packed: PackedWeight, rows: slice) -> tuple[Tensor, Tensor]:
+        """Of rows of a weight in its natural order: (codes, one a byte [rows, inputs, padded as stored], the bytes of the tiles' scales)."""
+
+    @abstractmethod
+    def from_parts_of_tiles(self, parts: Iterable[tuple[Tensor, Tensor]], shape: tuple[int, int]) -> dict[str, Tensor]:
+        """The natural order's codes and scales of a weight of `shape`, from runs of rows as `to_parts` gives them, padded to whole tiles."""
+
+    def tileable(self, packed: PackedWeight) -> bool:
+        """Whether the weight's blocks lie in tiles."""
+        del packed
+        return True
+
+    def for_device(self, packed: PackedWeight) -> PackedWeight:
+        return self.tiled(packed) if packed.device.type == "cuda" and self.tileable(packed) else packed
+
+    def tiled(self, packed: PackedWeight) -> PackedWeight:
+        """The weight as tiles, on any device."""
+        if packed.order == "tiles":
+            return packed
+        assert self.tileable(packed), (packed.format, packed.shape)
+        ordered = {"tiles": self._to_tiles(packed), **{key: packed.tensors[key] for key in sorted(self.per_segment)}}
+        return replace(packed, tensors=ordered, order="tiles")
+
+    def natural(self, packed: PackedWeight) -> PackedWeight:
+        return packed if packed.order == "natural" else self._untiled(packed, 0, packed.shape[0])
+
+    def rows(self, packed: PackedWeight, start: int, stop: int) -> PackedWeight:
+        if packed.order == "natural":
+            return self.natural_rows(packed, start, stop)
+        return self._untiled(packed, start, stop)
+
+    def natural_rows(self, packed: PackedWeight, start: int, stop: int) -> PackedWeight:
+        """`rows` of a weight in its natural order."""
+        return super().rows(packed, start, stop)
+
+    def _to_tiles(self, packed: PackedWeight) -> Tensor:
+        layout, d_out = self.tile_layout, packed.shape[0]
+        tiles = torch.empty(layout.shape(*packed.shape), dtype=torch.uint8, device=packed.device)
+        for first, last in _slices(0, tiles.shape[0], tiles.shape[1]):
+            codes, scales = self.to_parts(packed, slice(first * ROWS, min(last * ROWS, d_out)))
+            _fill(tiles[first:last], codes, scales, layout)
+        return tiles
+
+    def _untiled(self, packed: PackedWeight, start: int, stop: int) -> PackedWeight:
+        """Output rows [start, stop) of a tiled weight in the natural order."""
+        first, last, counts = segment_range(packed.segments, start, stop)
+        shape = (stop - start, packed.shape[1])
+        parts = _runs(packed.tensors["tiles"], self.tile_layout, start, stop)
+        stored = self.from_parts_of_tiles(parts, shape)
+        stored |= {key: packed.tensors[key][first:last] for key in sorted(self.per_segment)}
+        return replace(packed, shape=shape, tensors=stored, segments=counts, order="natural")
 
 
-def from_tiles(tiles: Tensor, blocks: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
-    """(packed, block scales) of output rows [start, stop) in the natural order, `blocks` blocks a row; see `to_tiles`."""
-    packed = torch.empty(stop - start, blocks * BLOCK // 2, dtype=torch.uint8, device=tiles.device)
-    scales = torch.empty(stop - start, blocks, dtype=torch.uint8, device=tiles.device)
-    step = max(1, _SLICE_ELEMENTS // (tiles.shape[1] * COLUMNS * ROWS))
-    for first in range(start // ROWS, -(-stop // ROWS), step):
-        codes, bytes_ = _read(tiles[first : min(first + step, -(-stop // ROWS))])
-        low, high = max(start, first * ROWS), min(stop, (first + step) * ROWS)
-        inside = slice(low - first * ROWS, high - first * ROWS)
-        pairs = codes[inside, : blocks * BLOCK].unflatten(1, (-1, 2))
-        packed[low - start : high - start] = pairs[..., 0] | (pairs[..., 1] << 4)
-        scales[low - start : high - start] = bytes_[inside, :blocks]
-    return packed, scales.view(torch.float8_e4m3fn)
+def _slices(first: int, last: int, units: int) -> Iterator[tuple[int, int]]:
+    """Runs of row tiles to work on at once."""
+    step = max(1, _SLICE_ELEMENTS // (units * COLUMNS * ROWS))
+    for start in range(first, last, step):
+        yield start, min(start + step, last)
 
 
-def _fill(tiles: Tensor, packed: Tensor, scales: Tensor) -> None:
-    """Writes whole tiles from the bytes of their rows; scales as uint8."""
+def _runs(tiles: Tensor, layout: TileLayout, start: int, stop: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """(codes [rows, inputs], bytes of scales [rows, units * scale_bytes]) of output rows [start, stop), a run of them at a time."""
+    for first, last in _slices(start // ROWS, -(-stop // ROWS), tiles.shape[1]):
+        codes, scales = _read(tiles[first:last], layout)
+        inside = slice(max(start, first * ROWS) - first * ROWS, min(stop, last * ROWS) - first * ROWS)
+        yield codes[inside], scales[inside]
+
+
+def _fill(tiles: Tensor, codes: Tensor, scales: Tensor, layout: TileLayout) -> None:
+    """Writes whole tiles from the codes and scales of their rows."""
     row_tiles, units, _ = tiles.shape
     rows, columns = row_tiles * ROWS, units * COLUMNS
-    codes = torch.stack((packed & 15, packed >> 4), dim=2).flatten(1)
-    blocks = codes.unflatten(1, (-1, BLOCK))
-    blocks ^= ((scales >> 7) << 3)[..., None]
-    blocks *= ((scales & 127) != 0)[..., None]
-    codes = torch.nn.functional.pad(codes, (0, columns - codes.shape[1], 0, rows - codes.shape[0]))
-    scales = torch.nn.functional.pad(scales, (0, columns // BLOCK - scales.shape[1], 0, rows - scales.shape[0]))
+    codes = pad(codes, (0, columns - codes.shape[1], 0, rows - codes.shape[0]))
+    scales = pad(scales, (0, units * layout.scale_bytes - scales.shape[1], 0, rows - scales.shape[0]))
     # [T, h, g, U, j, e, t, u] -> [code = 2 e + h, T, U, g, t, j, u]
     fields = codes.view(row_tiles, 2, 8, units, 4, 2, 4, 2).permute(5, 1, 0, 3, 2, 6, 4, 7).reshape(4, -1)
-    halves = torch.zeros(fields.shape[1], dtype=torch.int16, device=tiles.device)
-    for table, code in zip(_scatter(tiles.device), fields, strict=True):
-        halves |= table.index_select(0, code.int())
-    tiles[..., :CODE_BYTES] = halves.view(torch.uint8).view(row_tiles, units, CODE_BYTES)
-    wide = _scale_tables(tiles.device)[0].index_select(0, scales.reshape(-1).int())
-    ordered = wide.view(row_tiles, 2, 8, units, 4).permute(0, 3, 2, 1, 4)
+    words = _join_pairs(fields) if layout.pairs else _join_fields(fields)
+    tiles[..., :CODE_BYTES] = words.view(torch.uint8).view(row_tiles, units, CODE_BYTES)
+    ordered = scales.view(row_tiles, 2, 8, units, layout.scale_bytes).permute(0, 3, 2, 1, 4)
     tiles[..., CODE_BYTES:] = ordered.reshape(row_tiles, units, -1)
 
 
-def _read(tiles: Tensor) -> tuple[Tensor, Tensor]:
-    """(codes [rows, inputs], E4M3 bytes [rows, inputs / 16]) of whole tiles, uint8."""
+def _read(tiles: Tensor, layout: TileLayout) -> tuple[Tensor, Tensor]:
+    """(codes [rows, inputs], bytes of scales [rows, units * scale_bytes]) of whole tiles, uint8."""
     row_tiles, units, _ = tiles.shape
-    halves = tiles[..., :CODE_BYTES].contiguous().view(torch.int16).view(-1)
-    parts = []
+    words = tiles[..., :CODE_BYTES].contiguous()
+    fields = _split_pairs(words) if layout.pairs else _split_fields(words)
+    parts = fields.view(2, 2, row_tiles, units, 8, 4, 4, 2)  # [e, h, T, U, g, t, j, u]
+    codes = parts.permute(2, 1, 4, 3, 6, 0, 5, 7).reshape(row_tiles * ROWS, units * COLUMNS)
+    stored = tiles[..., CODE_BYTES:].reshape(row_tiles, units, 8, 2, layout.scale_bytes).permute(0, 3, 2, 1, 4)
+    return codes, stored.reshape(row_tiles * ROWS, units * layout.scale_bytes)
+
+
+def _join_fields(fields: Tensor) -> Tensor:
+    """int16 halves of E2M1 codes [4, N]."""
+    halves = torch.zeros(fields.shape[1], dtype=torch.int16, device=fields.device)
+    for table, code in zip(_scatter(fields.device), fields, strict=True):
+        halves |= table.index_select(0, code.int())
+    return halves
+
+
+def _split_fields(words: Tensor) -> Tensor:
+    """uint8 E2M1 codes [4, N] of halves."""
+    halves, parts = words.view(torch.int16).view(-1), []
     for places in _PLACES:
         bits = [((halves >> place) & 1) << (3 - index) for index, place in enumerate(places)]
         parts.append((bits[0] | bits[1] | bits[2] | bits[3]).to(torch.uint8))
-    fields = torch.stack(parts).view(2, 2, row_tiles, units, 8, 4, 4, 2)  # [e, h, T, U, g, t, j, u]
-    codes = fields.permute(2, 1, 4, 3, 6, 0, 5, 7).reshape(row_tiles * ROWS, units * COLUMNS)
-    stored = tiles[..., CODE_BYTES:].reshape(row_tiles, units, 8, 2, 4).permute(0, 3, 2, 1, 4)
-    narrow = _scale_tables(tiles.device)[1].index_select(0, stored.reshape(-1).int())
-    return codes, narrow.view(row_tiles * ROWS, units * COLUMNS // BLOCK)
+    return torch.stack(parts)
+
+
+def _join_pairs(fields: Tensor) -> Tensor:
+    """int32 words of NF4 codes [4, 2 N], neighbors a byte."""
+    data = (fields[:, 0::2] | (fields[:, 1::2] << 4)).to(torch.int64)
+    word = data[0] | (data[1] << 8) | (data[2] << 16) | (data[3] << 24)
+    return ((word << 7) | (word >> 25)).to(torch.int32)
+
+
+def _split_pairs(words: Tensor) -> Tensor:
+    """uint8 NF4 codes [4, 2 N] of words."""
+    word = words.view(torch.int32).view(-1).to(torch.int64) & 0xFFFFFFFF
+    word = (word >> 7) | (word << 25)
+    data = torch.stack([(word >> shift) & 0xFF for shift in (0, 8, 16, 24)]).to(torch.uint8)
+    return torch.stack((data & 15, data >> 4), dim=2).view(4, -1)
 
 
 @cache
 def _scatter(device: torch.device) -> Tensor:
-    """int16 [4, 16]: the bits that each code sets in a half."""
+    """int16 [4, 16]: the bits that each E2M1 code sets in a half."""
     table = [
         [sum(((code >> (3 - index)) & 1) << place for index, place in enumerate(places)) for code in range(16)]
         for places in _PLACES
     ]
     return torch.tensor(table, dtype=torch.int32).to(torch.int16).to(device)
-
-
-@cache
-def _scale_tables(device: torch.device) -> tuple[Tensor, Tensor]:
-    """uint8 [256] each: from the magnitude of an E4M3 byte to its 5.3 byte, and back."""
-    forth, back = [0] * 256, [0] * 256
-    for byte in range(1, 127):
-        value = torch.tensor(byte, dtype=torch.uint8).view(torch.float8_e4m3fn).double().item()
-        mantissa, exponent = torch.frexp(torch.tensor(value, dtype=torch.float64))
-        wide = 8 * (int(exponent) - 1 + _EXPONENT_SHIFT) + round((2 * float(mantissa) - 1) * 8)
-        forth[byte] = forth[byte | 128] = wide
-        back[wide] = byte
-    forth[127] = forth[255] = _NAN
-    back[_NAN] = 127
-    return (
-        torch.tensor(forth, dtype=torch.uint8).to(device),
-        torch.tensor(back, dtype=torch.uint8).to(device),
-    )

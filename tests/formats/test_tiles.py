@@ -1,61 +1,78 @@
-"""The order of NVFP4's bytes for CUDA kernels: it holds the same weight, and a reader of fragments finds each code and scale."""
+"""The order of 4-bit bytes for CUDA kernels: it holds the same weight, and a reader of fragments finds each code and scale."""
+
+from dataclasses import replace
 
 import pytest
 import torch
 
 from qerl.formats import PackedWeight, dequantize, get_format, tiles
+from qerl.formats.nf4 import CODEBOOK_SCALE, QUANTILES
 
 FORMAT = get_format("nvfp4")
-SHAPES = [(16, 64), (1, 1), (17, 16), (40, 100), (33, 130), (100, 896), (48, 576)]
+NAMES = ("nvfp4", "mxfp4", "nf4")
+SHAPES = [(16, 64), (17, 64), (1, 1), (17, 16), (40, 100), (33, 130), (100, 896), (48, 576)]
 # (rows, inputs) of q k v, o, gate up, down of Qwen2.5 0.5B to 32B, Qwen3 0.6B and 8B, Llama-3 8B, Mistral 7B, cut to few rows.
 INPUTS = (896, 1024, 1536, 2048, 2560, 3072, 3584, 4096, 4864, 5120, 8960, 11008, 12288, 13824, 14336, 18944, 27648)
 
 
-def weight_of(d_out: int, d_in: int, segments=None) -> PackedWeight:
+def weight_of(d_out: int, d_in: int, segments=None, name: str = "nvfp4") -> PackedWeight:
     generator = torch.Generator().manual_seed(d_out * 1000 + d_in)
-    return FORMAT.quantize(torch.randn(d_out, d_in, generator=generator), segments=segments)
+    return get_format(name).quantize(torch.randn(d_out, d_in, generator=generator), segments=segments)
 
 
 def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.dtype == b.dtype and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("shape", [*SHAPES, *((20, d_in) for d_in in INPUTS)])
-def test_the_way_back_restores_every_byte(shape):
-    weight = weight_of(*shape)
-    tiled = FORMAT.tiled(weight)
-    back = FORMAT.natural(tiled)
-    assert tiled.tensors["tiles"].shape == tiles.tile_shape(*shape)
+def test_the_way_back_restores_every_byte(name, shape):
+    weight, fmt = weight_of(*shape, name=name), get_format(name)
+    if name == "nf4" and shape[1] % 64:
+        assert not fmt.tileable(weight)
+        return
+    tiled = fmt.tiled(weight)
+    back = fmt.natural(tiled)
+    assert tiled.tensors["tiles"].shape == fmt.tile_layout.shape(*shape)
     assert all(same_bytes(back.tensors[key], weight.tensors[key]) for key in weight.tensors)
     assert (back.order, back.shape, back.segments) == ("natural", weight.shape, weight.segments)
 
 
-def test_real_shapes_are_stored_without_a_byte_more():
-    weight = weight_of(48, 3584)
-    assert FORMAT.tiled(weight).nbytes() == weight.nbytes()
+@pytest.mark.parametrize("name", NAMES)
+def test_real_shapes_are_stored_without_a_byte_more(name):
+    weight, fmt = weight_of(48, 3584, name=name), get_format(name)
+    assert fmt.tiled(weight).nbytes() == weight.nbytes() == fmt.nbytes(weight.shape)
 
 
-def test_either_order_gives_the_same_values_rows_and_parts():
-    weight = weight_of(50, 100, segments=(20, 7, 23))
-    tiled = FORMAT.tiled(weight)
+def test_doubly_quantized_scales_have_no_tiles():
+    fmt = get_format("nf4_dq")
+    assert not fmt.tileable(fmt.quantize(torch.randn(4, 64)))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_either_order_gives_the_same_values_rows_and_parts(name):
+    d_in, fmt = 128 if name == "nf4" else 100, get_format(name)
+    weight = weight_of(50, d_in, segments=(20, 7, 23), name=name)
+    tiled = fmt.tiled(weight)
     assert torch.equal(dequantize(tiled), dequantize(weight))
-    for ours, theirs in zip(
-        FORMAT.factored(tiled, torch.bfloat16), FORMAT.factored(weight, torch.bfloat16), strict=True
-    ):
-        assert torch.equal(ours, theirs)
+    ours, theirs = (fmt.factored(either, torch.bfloat16) for either in (tiled, weight))
+    assert torch.equal(ours[0], theirs[0])
+    assert (ours[1] is None) == (theirs[1] is None) == (name != "nvfp4")
+    assert name != "nvfp4" or torch.equal(ours[1], theirs[1])
     for start, stop in ((0, 50), (3, 4), (15, 33), (16, 32), (49, 50)):
-        rows = FORMAT.rows(tiled, start, stop)
-        assert rows.segments == FORMAT.rows(weight, start, stop).segments
+        rows = fmt.rows(tiled, start, stop)
+        assert rows.segments == fmt.rows(weight, start, stop).segments
         assert torch.equal(dequantize(rows), dequantize(weight)[start:stop])
-    joined = FORMAT.join(FORMAT.split(tiled))
+    joined = fmt.join(fmt.split(tiled))
     assert all(same_bytes(joined.tensors[key], weight.tensors[key]) for key in weight.tensors)
 
 
-def test_slices_of_a_large_weight_meet(monkeypatch):
+@pytest.mark.parametrize("name", NAMES)
+def test_slices_of_a_large_weight_meet(name, monkeypatch):
     monkeypatch.setattr(tiles, "_SLICE_ELEMENTS", 1)
-    weight = weight_of(70, 130)
-    assert torch.equal(dequantize(FORMAT.tiled(weight)), dequantize(weight))
-    assert torch.equal(dequantize(FORMAT.rows(FORMAT.tiled(weight), 5, 61)), dequantize(weight)[5:61])
+    weight, fmt = weight_of(70, 192, name=name), get_format(name)
+    assert torch.equal(dequantize(fmt.tiled(weight)), dequantize(weight))
+    assert torch.equal(dequantize(fmt.rows(fmt.tiled(weight), 5, 61)), dequantize(weight)[5:61])
 
 
 def test_every_scale_survives_the_subnormal_ones_too():
@@ -78,28 +95,59 @@ def test_every_scale_survives_the_subnormal_ones_too():
     assert exact.abs().unique().numel() > 200
 
 
-def read_as_the_kernel_does(tiled: torch.Tensor) -> torch.Tensor:
-    """q * s of every element as `cuda/tile.cuh` forms it, by lanes and registers: float64 [rows, inputs]."""
+def fragments(tiled: torch.Tensor):
+    """(tile, unit, g, t, step j, word, bytes of the scales [8, 2, n]) of every lane and step."""
+    for tile, row in enumerate(tiled):
+        for unit, data in enumerate(row):
+            words, scales = data[:512].view(torch.int32).view(32, 4).tolist(), data[512:].view(8, 2, -1)
+            for lane in range(32):
+                for j in range(4):
+                    yield tile, unit, lane >> 2, lane & 3, j, words[lane][j] & 0xFFFFFFFF, scales
+
+
+def e2m1_registers(word: int) -> tuple[int, ...]:
+    """`e2m1_fields` of cuda/format.cuh."""
+    fields = 0x81C081C0
+    last = ((word >> 6) & 0x01800180) | ((word >> 4) & 0x00400040) | ((word << 4) & 0x80008000)
+    return word & fields, (word << 3) & fields, (word << 6) & fields, last
+
+
+def nf4_registers(word: int) -> tuple[int, ...]:
+    """The lookups of cuda/format.cuh: pairs of bfloat16(c * quantile)."""
+    codebook = (torch.tensor(QUANTILES, dtype=torch.float64) * CODEBOOK_SCALE).float().bfloat16()
+    bits = [value & 0xFFFF for value in codebook.view(torch.int16).tolist()]
+    found = []
+    for shifted in (word, word >> 8, word >> 16, word << 8 | word >> 24):
+        pair = (shifted & 0x7F80) >> 7
+        found.append(bits[pair & 15] | bits[pair >> 4] << 16)
+    return tuple(found)
+
+
+def nf4_value(quantile: float, absmax: torch.Tensor) -> float:
+    """One weight as the kernels form it: two roundings to bfloat16 at most matter."""
+    first = (absmax.view(torch.int32) & -65536).view(torch.float32)
+    rest = (quantile * (absmax - first).bfloat16().double()).bfloat16()
+    return (quantile * first.double() + rest.double()).bfloat16().double().item()
+
+
+def read_as_the_kernel_does(tiled: torch.Tensor, name: str) -> torch.Tensor:
+    """V of every element as cuda/format.cuh forms it, by lanes and registers: float64 [rows, inputs]."""
     row_tiles, units, _ = tiled.shape
     out = torch.zeros(row_tiles * 16, units * 64, dtype=torch.float64)
-    fields = 0x81C081C0
-    for tile in range(row_tiles):
-        for unit in range(units):
-            data = tiled[tile, unit]
-            words = data[:512].view(torch.int32).view(32, 4).tolist()
-            scales = data[512:].view(8, 2, 4).tolist()
-            for lane in range(32):
-                g, t = lane >> 2, lane & 3
-                for j in range(4):
-                    word = words[lane][j] & 0xFFFFFFFF
-                    last = ((word >> 6) & 0x01800180) | ((word >> 4) & 0x00400040) | ((word << 4) & 0x80008000)
-                    registers = (word & fields, (word << 3) & fields, (word << 6) & fields, last)
-                    for index, register in enumerate(registers):
-                        row = 16 * tile + g + 8 * (index & 1)
-                        column = 64 * unit + 16 * j + 8 * (index >> 1) + 2 * t
-                        scale = bf16(0x7000 | scales[g][index & 1][j] << 4)
-                        for u in (0, 1):
-                            out[row, column + u] = 128 * bf16(register >> 16 * u & 0xFFFF) * scale
+    for tile, unit, g, t, j, word, scales in fragments(tiled):
+        registers = nf4_registers(word) if name == "nf4" else e2m1_registers(word)
+        for index, register in enumerate(registers):
+            row, h = 16 * tile + g + 8 * (index & 1), index & 1
+            column = 64 * unit + 16 * j + 8 * (index >> 1) + 2 * t
+            for u in (0, 1):
+                value = bf16(register >> 16 * u & 0xFFFF)
+                if name == "nvfp4":
+                    value *= 128 * bf16(0x7000 | int(scales[g, h, j]) << 4)
+                elif name == "mxfp4":
+                    value *= bf16(0x7E00) * bf16(int(scales[g, h, j // 2]) << 7)
+                else:
+                    value = nf4_value(value, scales[g, h].contiguous().view(torch.float32))
+                out[row, column + u] = value
     return out
 
 
@@ -107,10 +155,39 @@ def bf16(bits: int) -> float:
     return torch.tensor([bits], dtype=torch.int32).to(torch.int16).view(torch.bfloat16).double().item()
 
 
-def test_the_bits_are_where_the_kernel_looks():
-    weight = weight_of(20, 96)
-    values, _ = FORMAT.factored(weight, torch.float64)
-    read = read_as_the_kernel_does(FORMAT.tiled(weight).tensors["tiles"])
-    assert torch.equal(read[:20, :96], values)
+@pytest.mark.parametrize("name", NAMES)
+def test_the_bits_are_where_the_kernel_looks(name):
+    fmt, d_in = get_format(name), 128 if name == "nf4" else 96
+    weight = weight_of(20, d_in, name=name)
+    read = read_as_the_kernel_does(fmt.tiled(weight).tensors["tiles"], name)
+    if name == "nf4":
+        exact = dequantize(weight, torch.float64)
+        off = (read[:20] / CODEBOOK_SCALE - exact).abs()
+        # The codebook's roundings, at most .9 of 2^-9, and one of the product.
+        assert (off <= exact.abs() * (0.9 * 2.0**-9 + 2.0**-8 + 2.0**-14)).all()
+        assert 1.5e-3 < (off.norm() / exact.norm()).item() < 2.1e-3
+    else:
+        assert torch.equal(read[:20, :d_in], fmt.factored(weight, torch.float64)[0])
     assert read[20:].abs().max() == 0
-    assert read[:, 96:].abs().max() == 0
+    assert read[:, d_in:].numel() == 0 or read[:, d_in:].abs().max() == 0
+
+
+def test_every_exponent_of_mxfp4_is_exact():
+    fmt = get_format("mxfp4")
+    weight = fmt.quantize(torch.randn(16, 64))
+    codes = torch.arange(16, dtype=torch.uint8)
+    weight.tensors["packed"][:] = (codes[0::2] | codes[1::2] << 4).repeat(4)
+    for first in range(0, 253, 32):
+        scales = torch.arange(first, first + 32).clamp(max=252).to(torch.uint8).view(16, 2)
+        weight = replace(weight, tensors={**weight.tensors, "block_scales": scales})
+        exact = dequantize(weight, torch.float64)
+        assert torch.equal(read_as_the_kernel_does(fmt.tiled(weight).tensors["tiles"], "mxfp4"), exact)
+        assert torch.equal(exact.bfloat16().double(), exact)
+
+
+def test_the_codebook_of_the_kernels_is_the_formats(request):
+    source = (request.config.rootpath / "qerl/kernels/fp4_linear/cuda/format.cuh").read_text(encoding="utf-8")
+    text = source[source.index("CODEBOOK[16] = {") :].split("{")[1].split("}")[0]
+    expected = (torch.tensor(QUANTILES, dtype=torch.float64) * CODEBOOK_SCALE).float().bfloat16()
+    assert [int(number, 16) for number in text.split(",")] == [v & 0xFFFF for v in expected.view(torch.int16).tolist()]
+    assert f"TILE_DIVISOR = {CODEBOOK_SCALE}f" in source

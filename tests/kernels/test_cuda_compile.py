@@ -9,25 +9,30 @@ import pytest
 
 from qerl.errors import KernelUnavailableError
 from qerl.kernels.cuda import compiler
-from qerl.kernels.fp4_linear import decode, middle, shrink
+from qerl.kernels.fp4_linear import decode, dense, middle, shrink
 from qerl.kernels.fp4_linear.geometry import decode_geometry
+from qerl.kernels.fp4_linear.tiled import TILED
 from qerl.kernels.fp4_linear.workspace import compile_source, whole_source
 
 ARCHITECTURES = ("sm_80", "sm_89", "sm_90a", "sm_100a", "sm_120a")
 
 
-def decode_macros(columns: int, cluster: int) -> dict[str, int]:
+def decode_macros(columns: int, cluster: int, name: str = "nvfp4") -> dict[str, int]:
     """As a launch for 8 * columns rows of x has them."""
     shape = decode_geometry(
         8 * columns, (4608, 3584), 0, cluster=cluster, clusters=128 // cluster, limit=232448, ring=4
     )
     assert shape is not None
-    return decode.macros(shape)
+    return decode.macros(shape, name)
 
 
 DEVICE = SimpleNamespace(multiprocessors=132, shared_limit=232448, resident_clusters=lambda launch: 66)
-PLAIN = [("dequantize", {}, ""), ("decode", decode_macros(2, 1), "")]
-CLUSTERS = [("decode", decode_macros(2, 8), "")]
+PLAIN = [
+    source
+    for name in TILED
+    for source in (("dequantize", dense.macros(name), ""), ("decode", decode_macros(2, 1, name), ""))
+]
+CLUSTERS = [("decode", decode_macros(2, 8, name), "") for name in TILED]
 HOPPER = [
     ("probe", {}, ""),
     ("decode", decode_macros(4, 2), ""),
@@ -35,7 +40,11 @@ HOPPER = [
     *(
         ("middle", middle.macros(shape), middle.wgmma_source(shape.tokens))
         for shape in (
-            middle.choose(*size, 56, DEVICE) for size in ((32, 2368), (64, 224), (64, 2368), (128, 2368), (256, 224))
+            *(
+                middle.choose(*size, 56, DEVICE)
+                for size in ((32, 2368), (64, 224), (64, 2368), (128, 2368), (256, 224))
+            ),
+            *(middle.choose(64, 2368, 56, DEVICE, name) for name in TILED),
         )
     ),
 ]
@@ -70,11 +79,12 @@ def test_the_second_time_nothing_is_compiled(tmp_path, monkeypatch):
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="the resource report needs nvcc")
 @pytest.mark.parametrize("columns", [1, 4])
-def test_the_decode_loop_keeps_its_values_in_registers(columns, tmp_path):
+@pytest.mark.parametrize("name", TILED)
+def test_the_decode_loop_keeps_its_values_in_registers(name, columns, tmp_path):
     """A few bytes outside the loop are let through; an array in local memory would be hundreds."""
     source = tmp_path / "decode.cu"
     source.write_text(whole_source("decode"), encoding="utf-8")
-    macros = [f"-D{key}={value}" for key, value in {**decode_macros(columns, 8)}.items()]
+    macros = [f"-D{key}={value}" for key, value in {**decode_macros(columns, 8, name)}.items()]
     command = ["nvcc", "-cubin", "-arch=sm_90", "-Xptxas", "-v", *macros, "-o", str(tmp_path / "out"), str(source)]
     report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     assert int(re.search(r"(\d+) bytes spill stores", report)[1]) <= 16
@@ -82,9 +92,10 @@ def test_the_decode_loop_keeps_its_values_in_registers(columns, tmp_path):
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="the resource report needs nvcc")
 @pytest.mark.parametrize(("tokens", "row_tiles"), [(64, 2368), (256, 224)])
-def test_the_middle_kernel_expands_weights_while_products_are_under_way(tokens, row_tiles, tmp_path):
+@pytest.mark.parametrize("name", TILED)
+def test_the_middle_kernel_expands_weights_while_products_are_under_way(name, tokens, row_tiles, tmp_path):
     """The assembler says when it makes products wait for one another; and sums of 128 registers leave little for the end of a tile."""
-    shape = middle.choose(tokens, row_tiles, 56, DEVICE)
+    shape = middle.choose(tokens, row_tiles, 56, DEVICE, name)
     source = tmp_path / "middle.cu"
     source.write_text(whole_source("middle", middle.wgmma_source(shape.tokens)), encoding="utf-8")
     macros = [f"-D{key}={value}" for key, value in middle.macros(shape).items()]

@@ -60,11 +60,13 @@ def error(y, reference) -> float:
     return float((y.double() - reference).norm() / reference.norm())
 
 
-def check(y, x, weight, bias=None, parts=(), *, once: bool):
+def check(y, x, weight, bias=None, parts=(), *, once: bool, dense_OI=None):
     """Every element is within its own bound: the rounding of the output; where h lies so near to the middle of two bfloat16 numbers
     that sums in another order choose the other one, the difference of the two; without `once`, which is the large regime, the
-    rounding of bias and adapters, and of parts of the product. Many numbers rounded once differ by the mean of a rounding too."""
-    expected, dense_OI = exact(x, weight, bias, parts), dequantize(weight, torch.float64)
+    rounding of bias and adapters, and of parts of the product. Many numbers rounded once differ by the mean of a rounding too. `dense_OI` is
+    what stands for the weight, if not all that is stored."""
+    dense_OI = dequantize(weight, torch.float64) if dense_OI is None else dense_OI
+    expected = exact_product(x, dense_OI, bias, parts)
     sizes = x.double().abs()
     adapters, flips = torch.zeros_like(expected), torch.zeros_like(expected)
     for part in parts:
@@ -290,7 +292,7 @@ def test_a_weight_too_tall_for_one_round_is_right_in_all_of_them(rows):
     weight = weight_of((152064,), 896)
     tiled = FORMAT.for_device(weight)
     x = cuda(rows, 896, seed=2)
-    geometry = decode.find(workspace(x.device), rows, weight.shape, 0)
+    geometry = decode.find(workspace(x.device), rows, tiled, 0)
     assert rows < 16 or geometry.round_tiles * geometry.clusters < geometry.row_tiles
     assert error(decode.product(x, tiled, None, (), (), ()), exact(x, weight)) < ONE_ROUNDING
     logits = decode.product(x, tiled, None, (), (), (), dtype=torch.float32)

@@ -13,6 +13,7 @@ from qerl.kernels.cuda import Launch
 from qerl.kernels.fp4_linear import geometry, record
 from qerl.kernels.fp4_linear.adapter import Placement
 from qerl.kernels.fp4_linear.geometry import Geometry
+from qerl.kernels.fp4_linear.tiled import TILED
 from qerl.kernels.fp4_linear.workspace import DECODE_COUNTERS, SCALE_BASE, Workspace, compiled, workspace
 
 MOST_ROWS = 64
@@ -51,7 +52,7 @@ def takes(
     return (
         0 < x_TI.shape[0] <= MOST_ROWS
         and record.fits(weight, placements, a_RI, b_OR)
-        and find(workspace(x_TI.device), x_TI.shape[0], weight.shape, ranks_of(a_RI)) is not None
+        and find(workspace(x_TI.device), x_TI.shape[0], weight, ranks_of(a_RI)) is not None
     )
 
 
@@ -69,9 +70,9 @@ def product(
     space = workspace(x_TI.device)
     x_TI = x_TI.contiguous()
     tokens = x_TI.shape[0]
-    shape = find(space, tokens, weight.shape, ranks_of(a_RI))
+    shape = find(space, tokens, weight, ranks_of(a_RI))
     assert shape is not None, (x_TI.shape, weight.shape)
-    kernel = compiled(space.device, "decode", tuple(macros(shape).items()))
+    kernel = compiled(space.device, "decode", tuple(macros(shape, weight.format).items()))
     out_TO = torch.empty(tokens, weight.shape[0], dtype=dtype, device=x_TI.device)
     if bias_O is not None:
         bias_O = bias_O.to(torch.bfloat16).contiguous()
@@ -79,7 +80,7 @@ def product(
     params = _Params(
         tiles=weight.tensors["tiles"].data_ptr(),
         bias=None if bias_O is None else bias_O.data_ptr(),
-        global_scale=weight.tensors["global_scale"].data_ptr(),
+        global_scale=record.divisors_of(weight),
         a=a_RI[0].data_ptr() if a_RI else None,
         partials=space.scratch(pieces * shape.columns, 256).data_ptr() if pieces else None,
         counters=space.counters()[DECODE_COUNTERS].data_ptr(),
@@ -116,19 +117,22 @@ def ranks_of(a_RI: Sequence[Tensor]) -> int:
     return sum(a.shape[0] for a in a_RI)
 
 
-def find(space: Workspace, rows: int, shape: tuple[int, int], ranks: int) -> Geometry | None:
-    """The geometry that `rows` rows of x take on a device, all at once or in the largest groups that fit; None where none does."""
+def find(space: Workspace, rows: int, weight: PackedWeight, ranks: int) -> Geometry | None:
+    """The geometry that `rows` rows of x and a tiled weight take on a device, all at once or in the largest groups that fit; None where none does."""
+    tile = TILED[weight.format]
     for most in GROUPS:
         groups = -(-rows // most)
         columns = -(-rows // (8 * groups))
-        key = (columns, shape, ranks)
+        key = (columns, weight.format, weight.shape, ranks)
         if key not in space.geometries:
             space.geometries[key] = geometry.best_geometry(
                 8 * columns,
-                shape,
+                weight.shape,
                 ranks,
                 clusters=lambda cluster: _clusters(space, cluster),
                 limit=space.shared_limit,
+                tile_bytes=tile.tile_bytes,
+                table_bytes=tile.table_bytes,
             )
         if (found := space.geometries[key]) is not None:
             return found
@@ -145,9 +149,10 @@ def _clusters(space: Workspace, cluster: int) -> int:
     return space.resident_clusters(launch)
 
 
-def macros(shape: Geometry) -> dict[str, int]:
-    """Compile-time constants of the kernel."""
+def macros(shape: Geometry, name: str) -> dict[str, int]:
+    """Compile-time constants of the kernel for the format called `name`."""
     return {
+        "FORMAT": TILED[name].number,
         "NT": shape.columns,
         "WARPS": geometry.warps(shape.columns),
         "CLUSTER": shape.cluster,

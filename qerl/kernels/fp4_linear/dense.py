@@ -1,6 +1,6 @@
 """The large regime and the backward pass: a tiled weight is dequantized into shared scratch, and cuBLAS multiplies.
 
-The scratch holds V = q * s, exact in bfloat16. cuBLAS multiplies its float32 sums by 1 / G. Adapters join in one of two ways, whichever moves
+The scratch holds V (README.md, Where the rounding is), and G stands for the divisor of sums with it. cuBLAS multiplies its float32 sums by 1 / G. Adapters join in one of two ways, whichever moves
 fewer bytes. Narrow outputs hold c, bias and adapters, which cuBLAS adds before its one rounding. Outputs wider than the inputs would be
 read and written once more for that; there, the adapters are columns of the product beside the weight's, h beside x (and the other way
 round in the backward pass):
@@ -27,10 +27,12 @@ from qerl.formats.tiles import ROWS
 from qerl.kernels.cuda import Launch
 from qerl.kernels.fp4_linear.adapter import Placement
 from qerl.kernels.fp4_linear.shrink import shrink
+from qerl.kernels.fp4_linear.tiled import TILED
 from qerl.kernels.fp4_linear.workspace import SCALE_BASE, compiled, workspace
 
-_BLOCKS_A_MULTIPROCESSOR = 8
+_BLOCKS_A_MULTIPROCESSOR, _BLOCKS_WITH_TABLE = 8, 4
 _THREADS = 256
+_STAGED_BYTES = _THREADS // 32 * 16 * 144
 _WIDE_TOKENS = 8192
 """Tokens of one product with adapters as columns, at most: x is copied for it."""
 _BYTES_AN_OPERATION = 1 / 190
@@ -218,14 +220,33 @@ def unpacked_rows(weight: PackedWeight, start: int, stop: int) -> Tensor:
     return dequantize_tiles(part, workspace(weight.device).scratch(*part.shape))
 
 
+def macros(name: str) -> dict[str, int]:
+    """Compile-time constants of cuda/dequantize.cu for the format called `name`."""
+    return {"FORMAT": TILED[name].number}
+
+
+def divisors(weight: PackedWeight) -> Tensor:
+    """What sums with V are divided by, float32 [d_out], of a tiled weight."""
+    stored = weight.tensors.get("global_scale")
+    if stored is None:
+        return torch.full((weight.shape[0],), TILED[weight.format].divisor, device=weight.device)
+    return torch.cat([scale.expand(rows) for scale, rows in zip(stored, weight.segments, strict=True)])
+
+
 def dequantize_tiles(weight: PackedWeight, out_OI: Tensor) -> Tensor:
-    """V = q * s of a tiled weight, exact, into the first columns of bfloat16 `out_OI` [d_out, at least d_in]; one pass."""
+    """V of a tiled weight into the first columns of bfloat16 `out_OI` [d_out, at least d_in]; one pass."""
     tiles = weight.tensors["tiles"]
     row_tiles, units, _ = tiles.shape
     space = workspace(weight.device)
-    blocks = min(-(-row_tiles * units * 32 // _THREADS), space.multiprocessors * _BLOCKS_A_MULTIPROCESSOR)
+    tile = TILED[weight.format]
+    most = space.multiprocessors * (_BLOCKS_WITH_TABLE if tile.table_bytes else _BLOCKS_A_MULTIPROCESSOR)
+    launch = Launch(
+        grid=min(-(-row_tiles * units * 32 // _THREADS), most),
+        block=_THREADS,
+        shared=_STAGED_BYTES + tile.table_bytes,
+    )
     params = _Params(tiles.data_ptr(), out_OI.data_ptr(), *weight.shape, out_OI.stride(0), units, row_tiles, SCALE_BASE)
-    compiled(weight.device, "dequantize").launch(Launch(grid=blocks, block=_THREADS), params)
+    compiled(weight.device, "dequantize", tuple(macros(weight.format).items())).launch(launch, params)
     return out_OI
 
 

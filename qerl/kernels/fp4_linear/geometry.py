@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-ROWS, COLUMNS, TILE_BYTES = 16, 64, 576
+ROWS, COLUMNS = 16, 64
+_TILE_BYTES = 576
 LORA_WARPS = 4
 
 _FRAGMENT = 512
@@ -56,13 +57,15 @@ class Geometry:
     """Units of a warp's ring."""
     shared: int
     """Bytes of shared memory."""
+    tile_bytes: int
+    """Bytes of a tile."""
 
     def cost(self) -> float:
         """Bytes that the busiest block reads, those from the cache at a discount."""
         most_tiles = -(-self.row_tiles // self.clusters)
         rounds = -(-most_tiles // self.round_tiles)
         x_bytes = 16 * self.columns * COLUMNS * self.slice_units
-        return rounds * _ROUND_COST + most_tiles * self.slice_units * TILE_BYTES + _X_COST * x_bytes
+        return rounds * _ROUND_COST + most_tiles * self.slice_units * self.tile_bytes + _X_COST * x_bytes
 
 
 def decode_geometry(
@@ -74,6 +77,8 @@ def decode_geometry(
     clusters: int,
     limit: int,
     ring: int = _RINGS[0],
+    tile_bytes: int = _TILE_BYTES,
+    table_bytes: int = 0,
 ) -> Geometry | None:
     """The geometry for `rows` rows of x, or None where x and the ring do not fit into shared memory.
 
@@ -85,6 +90,8 @@ def decode_geometry(
         clusters: clusters that run at the same time.
         limit: bytes of shared memory that a block may have.
         ring: units of a warp's ring.
+        tile_bytes: bytes of a tile.
+        table_bytes: shared memory of a block that the table of codes takes.
     """
     columns = -(-rows // 8)
     row_tiles, units = -(-shape[0] // ROWS), -(-shape[1] // COLUMNS)
@@ -95,7 +102,7 @@ def decode_geometry(
     most_tiles = -(-row_tiles // clusters)
     groups = -(-ranks // ROWS)
     chunks = max(1, min(_CHUNKS // cluster, clusters // max(1, groups), 2 * (units // cluster)))
-    fixed = warps(columns) * ring * TILE_BYTES + 16 * columns * (slice_units * COLUMNS + 8)
+    fixed = table_bytes + warps(columns) * ring * tile_bytes + 16 * columns * (slice_units * COLUMNS + 8)
     fixed += (warps(columns) + LORA_WARPS) * columns * _FRAGMENT + 16 * columns * (groups * ROWS + 8)
 
     for rounds in range(1, most_tiles + 1):
@@ -118,14 +125,22 @@ def decode_geometry(
                 chunks=chunks,
                 ring=ring,
                 shared=shared,
+                tile_bytes=tile_bytes,
             )
     return None
 
 
 def best_geometry(
-    rows: int, shape: tuple[int, int], ranks: int, *, clusters: Callable[[int], int], limit: int
+    rows: int,
+    shape: tuple[int, int],
+    ranks: int,
+    *,
+    clusters: Callable[[int], int],
+    limit: int,
+    tile_bytes: int = _TILE_BYTES,
+    table_bytes: int = 0,
 ) -> Geometry | None:
-    """Of the cluster sizes that fit, the one whose busiest block reads least.
+    """Of the cluster sizes that fit, the one whose busiest block reads least; see `decode_geometry`.
 
     Args:
         clusters: cluster size -> clusters that run at the same time, 0 where the device has none.
@@ -134,7 +149,17 @@ def best_geometry(
     for cluster in (8, 4, 2, 1):
         if (count := clusters(cluster)) > 0:
             tried = (
-                decode_geometry(rows, shape, ranks, cluster=cluster, clusters=count, limit=limit, ring=ring)
+                decode_geometry(
+                    rows,
+                    shape,
+                    ranks,
+                    cluster=cluster,
+                    clusters=count,
+                    limit=limit,
+                    ring=ring,
+                    tile_bytes=tile_bytes,
+                    table_bytes=table_bytes,
+                )
                 for ring in _RINGS
             )
             found += [geometry for geometry in tried if geometry is not None][:1]

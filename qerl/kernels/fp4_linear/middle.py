@@ -16,6 +16,7 @@ from qerl.kernels.cuda import Kernel, Launch, TensorMap, tensor_map
 from qerl.kernels.fp4_linear import record
 from qerl.kernels.fp4_linear.adapter import Placement
 from qerl.kernels.fp4_linear.shrink import shrink
+from qerl.kernels.fp4_linear.tiled import TILED
 from qerl.kernels.fp4_linear.workspace import SCALE_BASE, TILE_COUNTERS, Workspace, compiled, workspace
 
 NARROW, WIDEST = 128, 256
@@ -65,6 +66,7 @@ class _Params(ctypes.Structure):
 class Shape:
     """One way to run the kernel."""
 
+    format: str = "nvfp4"
     tokens: int
     """Rows of x of an output tile."""
     tiles: int
@@ -88,9 +90,14 @@ class Shape:
         return self.cluster * self.block_rows
 
     @property
+    def tile_bytes(self) -> int:
+        """Bytes of a tile of the weight."""
+        return TILED[self.format].tile_bytes
+
+    @property
     def stage_bytes(self) -> int:
         """Bytes of a step in the ring."""
-        return -(-(128 * self.tokens + 36 * self.block_rows) // 1024) * 1024
+        return -(-(128 * self.tokens + self.tile_bytes * self.block_rows // 16) // 1024) * 1024
 
     @property
     def wide(self) -> bool:
@@ -110,7 +117,7 @@ class Shape:
     @property
     def shared(self) -> int:
         """Bytes of dynamic shared memory."""
-        return self.stages * self.stage_bytes + 1024
+        return TILED[self.format].table_bytes + self.stages * self.stage_bytes + 1024
 
     @property
     def launch(self) -> Launch:
@@ -163,7 +170,7 @@ def product(
         x_TI = x_TI.clone()
     tiles = weight.tensors["tiles"]
     tokens, (row_tiles, units, _) = x_TI.shape[0], tiles.shape
-    shape = choose(tokens, row_tiles, units, space)
+    shape = choose(tokens, row_tiles, units, space, weight.format)
     token_tiles, row_blocks = -(-tokens // shape.tokens), -(-row_tiles * 16 // shape.rows)
     output_tiles = token_tiles * row_blocks
     assert output_tiles * shape.cluster <= TILE_COUNTERS, (tokens, weight.shape)
@@ -182,11 +189,15 @@ def product(
             words=False,
         ),
         tile_map=tensor_map(
-            tiles.data_ptr(), (row_tiles, 72 * units), 576 * units, (shape.block_rows // 16, 72), words=True
+            tiles.data_ptr(),
+            (row_tiles, shape.tile_bytes // 8 * units),
+            shape.tile_bytes * units,
+            (shape.block_rows // 16, shape.tile_bytes // 8),
+            words=True,
         ),
         out=out_TO.data_ptr(),
         bias=None if bias_O is None else bias_O.data_ptr(),
-        global_scale=weight.tensors["global_scale"].data_ptr(),
+        global_scale=record.divisors_of(weight),
         h=shrunk[0].data_ptr() if shrunk else None,
         partials=space.scratch(partial_bytes // 1024, 512).data_ptr(),
         counters=space.counters().data_ptr(),
@@ -209,18 +220,22 @@ def product(
     return out_TO, shrunk
 
 
-def choose(tokens: int, row_tiles: int, units: int, device: Device) -> Shape:
-    """The shape for `tokens` rows of x and a weight of so many tiles.
+def choose(tokens: int, row_tiles: int, units: int, device: Device, name: str = "nvfp4") -> Shape:
+    """The shape for `tokens` rows of x and a weight of so many tiles in the format called `name`.
 
     Widths are few: each is a kernel of its own, compiled in 1 to 4 s, and a batch that shrinks asks for one after the other.
     """
     if tokens > NARROW:
         token_tiles = -(-tokens // WIDEST)
         width = _round_up(-(-tokens // token_tiles), 64)
-        return with_blocks(Shape(tokens=width, tiles=1, blocks=0, cluster=2), tokens, row_tiles, units, device)
+        return with_blocks(
+            Shape(format=name, tokens=width, tiles=1, blocks=0, cluster=2), tokens, row_tiles, units, device
+        )
     # Where there are fewer tiles than blocks, sums pass between blocks, and a smaller tile has fewer of them.
     tiles = 2 if -(-row_tiles // 16) >= device.multiprocessors else 1
-    return with_blocks(Shape(tokens=_round_up(tokens, 32), tiles=tiles, blocks=0), tokens, row_tiles, units, device)
+    return with_blocks(
+        Shape(format=name, tokens=_round_up(tokens, 32), tiles=tiles, blocks=0), tokens, row_tiles, units, device
+    )
 
 
 def _round_up(number: int, step: int) -> int:
@@ -230,7 +245,7 @@ def _round_up(number: int, step: int) -> int:
 def with_blocks(shape: Shape, tokens: int, row_tiles: int, units: int, device: Device) -> Shape:
     """`shape` with as many blocks as pay, and as deep a ring as fits."""
     output_tiles = -(-tokens // shape.tokens) * -(-row_tiles * 16 // shape.rows)
-    room = device.shared_limit - shape.static - 1024 - (0 if shape.wide else _FOR_SHRINK)
+    room = device.shared_limit - shape.static - replace(shape, stages=0).shared - (0 if shape.wide else _FOR_SHRINK)
     stages = shape.stages or min(MOST_STAGES, room // shape.stage_bytes)
     shape = replace(shape, stages=stages)
     # Blocks wait for one another, so all of them must run at once.
@@ -264,6 +279,7 @@ __device__ __forceinline__ void multiply(float (&d)[{count}], const u32 (&a)[4],
 def macros(shape: Shape) -> dict[str, int]:
     """Compile-time constants of cuda/middle.cu."""
     return {
+        "FORMAT": TILED[shape.format].number,
         "TOKENS": shape.tokens,
         "TILES": shape.tiles,
         "GROUPS": shape.groups,

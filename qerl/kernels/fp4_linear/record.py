@@ -53,6 +53,12 @@ def parts_of(placements: Sequence[Placement], b_OR: Sequence[Tensor]) -> Parts: 
     return parts
 
 
+def divisors_of(weight: PackedWeight) -> int | None:
+    """Address of the divisors of the segments, where the format stores them."""
+    stored = weight.tensors.get("global_scale")
+    return None if stored is None else stored.data_ptr()
+
+
 def stops_of(weight: PackedWeight) -> Stops:  # type: ignore[valid-type]
     """One past the last row of every segment."""
     return Stops(*accumulate(weight.segments))

@@ -16,9 +16,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 from qerl.formats import PackedWeight
 from qerl.kernels.cuda import Kernel, Launch, architecture, compile_cuda, multiprocessors, shared_memory_limit
 from qerl.kernels.fp4_linear.geometry import Geometry
+from qerl.kernels.fp4_linear.tiled import TILED
 
 SCALE_BASE = 0x70007000
-"""What the kernels add to the bits of two scales; see `expand_scales` in cuda/tile.cuh."""
+"""What the kernels add to the bits of two scales; see `expand_scales` in cuda/format.cuh."""
 
 
 TILE_COUNTERS = 16384
@@ -36,8 +37,8 @@ class Workspace:
         self.device = device
         self.multiprocessors = multiprocessors(device)
         self.shared_limit = shared_memory_limit(device)
-        self.geometries: dict[tuple[int, tuple[int, int], int], Geometry | None] = {}
-        """What the decode kernel chose, by the eights of rows of x, the weight's shape and the rows of the stacked A."""
+        self.geometries: dict[tuple[int, str, tuple[int, int], int], Geometry | None] = {}
+        """What the decode kernel chose, by the eights of rows of x, the weight's format and shape, and the rows of the stacked A."""
         self._scratch: Tensor | None = None
         self._counters: Tensor | None = None
         self._kept: list[Tensor] = []
@@ -79,8 +80,10 @@ class Workspace:
         self._scratch = None
 
     def alphas(self, weight: PackedWeight) -> tuple[float, ...]:
-        """1 / G of every segment. The first call of a weight waits for the device."""
-        scale = weight.tensors["global_scale"]
+        """1 / divisor of every segment. The first call of a weight that stores divisors waits for the device."""
+        scale = weight.tensors.get("global_scale")
+        if scale is None:
+            return (1.0 / TILED[weight.format].divisor,) * len(weight.segments)
         if scale not in self._alphas:
             self._alphas[scale] = tuple((1.0 / scale.double()).tolist())
         return self._alphas[scale]
@@ -110,9 +113,9 @@ def compiled(device: torch.device, name: str, defines: tuple[tuple[str, int], ..
 
 
 _IN_FRONT = {
-    "dequantize": ("tile",),
-    "decode": ("tile", "layer", "decode"),
-    "middle": ("tile", "layer", "middle"),
+    "dequantize": ("tile", "format"),
+    "decode": ("tile", "format", "layer", "decode"),
+    "middle": ("tile", "format", "layer", "middle"),
     "shrink": ("tile", "layer"),
 }
 """Kernel -> the `.cuh` files that its source goes on from; NVRTC is given one text without includes."""

@@ -33,8 +33,7 @@ def factored_rows(head: PackedWeight, dtype: torch.dtype) -> Iterator[tuple[slic
     """(rows, values [v, D] in `dtype`, row divisor float32 [v] or None) of all rows in order; see `WeightFormat.factored`."""
     fmt = get_format(head.format)
     if head.order == "tiles" and dtype == torch.bfloat16 and head.device.type == "cuda":
-        scales = head.tensors["global_scale"]
-        divisor_V = torch.cat([scale.expand(rows) for scale, rows in zip(scales, head.segments, strict=True)])
+        divisor_V = dense.divisors(head)
         for rows in row_stretches(head):
             yield rows, dense.unpacked_rows(head, rows.start, rows.stop), divisor_V[rows]
         return

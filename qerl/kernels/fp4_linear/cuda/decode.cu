@@ -1,4 +1,4 @@
-// y = (x V^T) / G + bias + scale * B (A x) for few rows of x; V = q * s is read from the packed layout once.
+// y = (x V^T) / divisor + bias + scale * B (A x) for few rows of x; V is read from the packed layout once.
 //
 // A cluster of CLUSTER blocks takes a contiguous run of row tiles; block `rank` of it takes a slice of the inputs, whose x stays
 // in shared memory for the whole launch. The tiles of a round are one flat list of units; every main warp streams an
@@ -10,7 +10,7 @@
 // partial sums go through global memory, where a counter tells when all are there. Four more warps wait for that while the others stream, and
 // make bias + scale * B h for the row tiles that their block will finish. All blocks run at the same time.
 //
-// Compile-time: NT (columns of 8 rows of x), WARPS (main warps), STAGES (depth of a ring, even), CLUSTER.
+// Compile-time: FORMAT, NT (columns of 8 rows of x), WARPS (main warps), STAGES (depth of a ring, even), CLUSTER.
 
 constexpr int RING_BYTES = STAGES * TILE_BYTES;
 
@@ -198,7 +198,7 @@ __device__ __forceinline__ void produce(const DecodeParams& p, Producer& at, con
   if (at.left >= 2 && at.row_left > 2) {
     copy_async_16(target, at.source);
     copy_async_16(target + TILE_BYTES, at.source + TILE_BYTES);
-    if (lane < 4) {
+    if (lane < SCALE_CHUNKS) {
       copy_async_16(target + TILE_CODES, at.source + TILE_CODES);
       copy_async_16(target + TILE_BYTES + TILE_CODES, at.source + TILE_BYTES + TILE_CODES);
     }
@@ -209,7 +209,7 @@ __device__ __forceinline__ void produce(const DecodeParams& p, Producer& at, con
 #pragma unroll 1
     for (int i = min(at.left, 2); i > 0; --i) {
       copy_async_16(target, at.source);
-      if (lane < 4) copy_async_16(target + TILE_CODES, at.source + TILE_CODES);
+      if (lane < SCALE_CHUNKS) copy_async_16(target + TILE_CODES, at.source + TILE_CODES);
       target += TILE_BYTES;
       --at.left;
       u32 step = TILE_BYTES;
@@ -239,7 +239,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode(const __grid_con
   s.stride = p.slice_units * 64 + 8;
   s.h_stride = p.groups * 16 + 8;
   const int share_tiles = (p.round_tiles + CLUSTER - 1) / CLUSTER;
-  u8* next = memory + WARPS * RING_BYTES;
+  u8* next = memory + TABLE_BYTES + WARPS * RING_BYTES;
   s.slots = reinterpret_cast<float4*>(next), next += CLUSTER * p.rank_slots * NT * 512;
   s.extra = reinterpret_cast<float4*>(next), next += share_tiles * NT * 512;
   s.factor = reinterpret_cast<float*>(next), next += share_tiles * 64;
@@ -249,7 +249,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode(const __grid_con
 
   dependents_may_start();
   Producer at = {nullptr, 0, 0, w.tile_start};
-  const u32 ring = smem_address(memory) + warp * RING_BYTES;
+  const u32 ring = smem_address(memory) + TABLE_BYTES + warp * RING_BYTES;
   const u32 row_jump = (p.units - w.slice_units + 1) * TILE_BYTES;
 #if CLUSTER > 1
   if (thread == 32 * WARPS) {
@@ -264,6 +264,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode(const __grid_con
 #pragma unroll 1
     for (int i = 0; i < STAGES - 2; i += 2) produce(p, at, w, ring + i * TILE_BYTES + 16 * lane, row_jump, warp, lane);
   }
+  fill_table(memory, thread, THREADS);
   cluster_wait();
   if (warp >= WARPS) warm_epilogue(p, w, thread - 32 * WARPS);
   // Nor do adapters change under the kernel in front, where launches overlap at all (in captures).
@@ -283,10 +284,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode(const __grid_con
     if (warp >= WARPS) gather_h(p, s, w, cluster, clusters, thread - 32 * WARPS);
   }
 
-  const u32 scale_base = p.scale_base;
+  const Unpacker unpack = unpacker(p.scale_base, smem_address(memory), lane);
   const u32 x_column = 16 * s.stride;
   const u32 x_row = smem_address(s.x) + ((lane & 7) * s.stride + (lane >> 3) * 8) * 2;
-  const u32 codes_at = ring + 16 * lane, scales_at = ring + TILE_CODES + 8 * (lane >> 2);
+  const u32 codes_at = ring + 16 * lane, scales_at = ring + TILE_CODES + sizeof(ScaleBytes) * (lane >> 2);
   u32 stage = 0, free_stage = (STAGES - 2) * TILE_BYTES;  // offsets in the ring, of pairs of units
   u32 parity = 0;
   for (int round = w.tile_start; round < w.tile_stop; round += p.round_tiles) {
@@ -310,7 +311,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode(const __grid_con
         // One copy of this body: both units of a pair, unrolled, outgrow the instruction cache.
 #pragma unroll 1
         for (int i = min(left, 2); i > 0; --i) {
-          multiply_unit(load_shared_16(codes_at + stage), load_shared_8(scales_at + stage), x_at, x_column, scale_base, c);
+          multiply_unit(load_shared_16(codes_at + stage), load_scale_bytes(scales_at + stage), x_at, x_column, unpack, c);
           stage += TILE_BYTES;
           x_at += 128;
           --left;

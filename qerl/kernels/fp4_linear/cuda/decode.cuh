@@ -17,7 +17,7 @@ struct DecodeParams {
   const u16* x;
   void* out;  // bfloat16 or float32 [m, n]
   const u16* bias;
-  const float* global_scale;
+  const float* global_scale;  // or null, where the format has none
   const u16* a;
   float4* partials;  // [CLUSTER * chunks][groups][NT][32]
   u32* counters;     // two zeros
@@ -34,7 +34,7 @@ struct Shared {
   u16* x;          // [COLUMNS][stride]
   float4* slots;   // [CLUSTER][rank_slots][NT][32]: partial sums of the tiles that this block finishes
   float4* extra;   // [tiles of this block's share of a round][NT][32]: bias + adapters
-  float* factor;   // [tiles of this block's share of a round][16]: lift / G
+  float* factor;   // [tiles of this block's share of a round][16]: lift / divisor
   float4* local;   // [WARPS + LORA_WARPS][NT][32]: shares of a piece of h
   u16* h;          // [COLUMNS][h_stride]
   int stride, h_stride;
@@ -116,7 +116,7 @@ __device__ __forceinline__ bool part_needed(const Part& part, int tile_start, in
 __device__ void warm_epilogue(const DecodeParams& p, const Work& w, int thread) {
   const int tiles = min(p.round_tiles, w.tile_stop - w.tile_start);
   const int start = 16 * (w.tile_start + share(w.rank, CLUSTER, tiles)), stop = 16 * (w.tile_start + share(w.rank + 1, CLUSTER, tiles));
-  if (thread < p.segments) warm(p.global_scale + thread);
+  if (p.global_scale != nullptr && thread < p.segments) warm(p.global_scale + thread);
   if (p.bias != nullptr && start + 32 * thread < min(stop, p.n)) warm(p.bias + start + 32 * thread);
   for (int q = 0; q < p.parts; ++q) {
     const Part& part = p.part[q];
@@ -127,7 +127,7 @@ __device__ void warm_epilogue(const DecodeParams& p, const Work& w, int thread) 
   }
 }
 
-// bias + scale * B h, and lift / G, of the row tiles [first, last), one row tile a warp at a time.
+// bias + scale * B h, and lift / divisor, of the row tiles [first, last), one row tile a warp at a time.
 __device__ void expand(const DecodeParams& p, const Shared& s, const Work& w, int first, int last, int thread) {
   const int lane = thread & 31, warp = thread >> 5, g = lane >> 2, t = lane & 3;
   for (int tile = first + warp; tile < last; tile += LORA_WARPS) {
@@ -135,7 +135,7 @@ __device__ void expand(const DecodeParams& p, const Shared& s, const Work& w, in
     if (lane < 16) {
       int segment = 0;
       while (segment + 1 < p.segments && 16 * tile + lane >= p.segment_stop[segment]) ++segment;
-      s.factor[(tile - first) * 16 + lane] = __fdiv_rn(TILE_LIFT, p.global_scale[segment]);
+      s.factor[(tile - first) * 16 + lane] = row_factor(p.global_scale, segment);
     }
     float low = 0, high = 0;
     if (p.bias != nullptr) {
@@ -198,23 +198,23 @@ __device__ __forceinline__ void warp_range(int tiles, const Work& w, int warp, i
 }
 
 // One unit: 16 rows x 64 inputs from the ring, times x.
-__device__ __forceinline__ void multiply_unit(uint4 codes, uint2 scales, u32 x_at, u32 x_column, u32 scale_base, float (&c)[CHAINS][NT][4]) {
-  const uint2 low = expand_scales(scales.x, scale_base), high = expand_scales(scales.y, scale_base);
+__device__ __forceinline__ void multiply_unit(uint4 codes, ScaleBytes bytes, u32 x_at, u32 x_column, Unpacker unpacker, float (&c)[CHAINS][NT][4]) {
+  const Scales scales = expand_scales(bytes, unpacker);
   u32 b[NT][4], a[4];
 #pragma unroll
   for (int n = 0; n < NT; ++n) ldmatrix_x4(b[n], x_at + n * x_column);
-  dequantize_step(codes.x, step_scale<0>(low), step_scale<0>(high), a);
+  dequantize_step<0>(look_up(codes.x, unpacker), scales, a);
 #pragma unroll
   for (int n = 0; n < NT; ++n) mma_m16n8k16(c[0][n], a, b[n][0], b[n][1]);
-  dequantize_step(codes.y, step_scale<1>(low), step_scale<1>(high), a);
+  dequantize_step<1>(look_up(codes.y, unpacker), scales, a);
 #pragma unroll
   for (int n = 0; n < NT; ++n) mma_m16n8k16(c[CHAINS - 1][n], a, b[n][2], b[n][3]);
 #pragma unroll
   for (int n = 0; n < NT; ++n) ldmatrix_x4(b[n], x_at + n * x_column + 64);
-  dequantize_step(codes.z, step_scale<2>(low), step_scale<2>(high), a);
+  dequantize_step<2>(look_up(codes.z, unpacker), scales, a);
 #pragma unroll
   for (int n = 0; n < NT; ++n) mma_m16n8k16(c[0][n], a, b[n][0], b[n][1]);
-  dequantize_step(codes.w, step_scale<3>(low), step_scale<3>(high), a);
+  dequantize_step<3>(look_up(codes.w, unpacker), scales, a);
 #pragma unroll
   for (int n = 0; n < NT; ++n) mma_m16n8k16(c[CHAINS - 1][n], a, b[n][2], b[n][3]);
 }

@@ -1,4 +1,4 @@
-// V = q * s of a tiled weight, bfloat16 [n, k] with rows `stride` apart, exact; one pass. A warp takes a tile at a time.
+// V of a tiled weight, bfloat16 [n, k] with rows `stride` apart; one pass. A warp takes a tile at a time.
 
 struct DequantizeParams {
   const u8* tiles;
@@ -7,42 +7,55 @@ struct DequantizeParams {
   u32 scale_base;  // 0x70007000
 };
 
+// Compile-time: FORMAT.
+
 constexpr int WARPS_A_BLOCK = 8;
 constexpr int STAGE_STRIDE = 144;  // bytes of a staged row of 64 values; the padding keeps banks apart
 
+// The value itself: 128 times as much for NVFP4.
+__device__ __forceinline__ u32 lift(u32 pair) {
+#if FORMAT == NVFP4
+  return multiply_bf16x2(pair, 0x43004300u);
+#else
+  return pair;
+#endif
+}
+
 extern "C" __global__ void __launch_bounds__(32 * WARPS_A_BLOCK) dequantize(const __grid_constant__ DequantizeParams p) {
-  __shared__ __align__(16) u8 staged[WARPS_A_BLOCK][16 * STAGE_STRIDE];
+  extern __shared__ __align__(128) u8 memory[];  // the table, and 16 * STAGE_STRIDE bytes a warp
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
   const int total = p.units * p.row_tiles;
   const bool vectors = p.k % 8 == 0 && p.stride % 8 == 0;
-  u8* mine = staged[warp];
-  const u32 scale_base = p.scale_base;
+  u8* mine = memory + TABLE_BYTES + warp * (16 * STAGE_STRIDE);
+  const Unpacker unpack = unpacker(p.scale_base, smem_address(memory), lane);
   const int step = gridDim.x * WARPS_A_BLOCK;
   int index = blockIdx.x * WARPS_A_BLOCK + warp;
+  fill_table(memory, threadIdx.x, 32 * WARPS_A_BLOCK);
+  if constexpr (TABLE_BYTES > 0) __syncthreads();
   if (index >= total) return;
   const u8* tile = p.tiles + static_cast<long long>(index) * TILE_BYTES;
   uint4 codes = *reinterpret_cast<const uint4*>(tile + 16 * lane);
-  uint2 scales = *reinterpret_cast<const uint2*>(tile + TILE_CODES + 8 * g);
+  ScaleBytes bytes = *reinterpret_cast<const ScaleBytes*>(tile + TILE_CODES + sizeof(ScaleBytes) * g);
   while (index < total) {
-    const uint2 low = expand_scales(scales.x, scale_base), high = expand_scales(scales.y, scale_base);
-    const u32 low_step[4] = {step_scale<0>(low), step_scale<1>(low), step_scale<2>(low), step_scale<3>(low)};
-    const u32 high_step[4] = {step_scale<0>(high), step_scale<1>(high), step_scale<2>(high), step_scale<3>(high)};
-    const u32 words[4] = {codes.x, codes.y, codes.z, codes.w};
+    const Scales scales = expand_scales(bytes, unpack);
+    u32 a[4][4];
+    dequantize_step<0>(look_up(codes.x, unpack), scales, a[0]);
+    dequantize_step<1>(look_up(codes.y, unpack), scales, a[1]);
+    dequantize_step<2>(look_up(codes.z, unpack), scales, a[2]);
+    dequantize_step<3>(look_up(codes.w, unpack), scales, a[3]);
     const int current = index;
     index += step;
     if (index < total) {
       tile = p.tiles + static_cast<long long>(index) * TILE_BYTES;
       codes = *reinterpret_cast<const uint4*>(tile + 16 * lane);
-      scales = *reinterpret_cast<const uint2*>(tile + TILE_CODES + 8 * g);
+      bytes = *reinterpret_cast<const ScaleBytes*>(tile + TILE_CODES + sizeof(ScaleBytes) * g);
     }
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      u32 a[4];
-      dequantize_step(words[j], low_step[j], high_step[j], a);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int row = g + 8 * (i & 1), column = 16 * j + 8 * (i >> 1) + 2 * t;
-        *reinterpret_cast<u32*>(mine + row * STAGE_STRIDE + 2 * column) = multiply_bf16x2(a[i], 0x43004300u);
+        *reinterpret_cast<u32*>(mine + row * STAGE_STRIDE + 2 * column) = lift(a[j][i]);
       }
     }
     __syncwarp();

@@ -1,4 +1,4 @@
-// y = (x V^T) / G + bias + scale * B h for tens to hundreds of rows of x, on sm_90a: V = q * s is expanded in registers once for TOKENS
+// y = (x V^T) / divisor + bias + scale * B h for tens to hundreds of rows of x, on sm_90a: V is expanded in registers once for TOKENS
 // rows and enters wgmma as its A operand; x, the B operand, passes through shared memory.
 //
 // An output tile is 16 * ROW_TILES rows x TOKENS tokens. The steps of all tiles, 64 inputs each, are one list, cut into equal runs: a
@@ -10,7 +10,7 @@
 //
 // The blocks of a cluster have neighbouring rows; each copies a part of x for all of them.
 //
-// Compile-time: TOKENS (a multiple of 16), TILES (row tiles of a warp: 1 or 2), GROUPS (warpgroups that multiply), STAGES (steps in the ring),
+// Compile-time: FORMAT, TOKENS (a multiple of 16), TILES (row tiles of a warp: 1 or 2), GROUPS (warpgroups that multiply), STAGES (steps in the ring),
 // CLUSTER (1, 2 or 4).
 
 constexpr int WARPS = 4 * GROUPS;
@@ -142,8 +142,8 @@ struct Ring {
 
 // Products of one k16 step of a tile: expands its weights while those of the steps before are under way, at most two of them.
 template <int J>
-__device__ __forceinline__ void multiply_k16(float (&d)[TOKENS / 2], u32 (&a)[4], u32 codes, uint2 low, uint2 high, u64 x) {
-  dequantize_step(codes, step_scale<J>(low), step_scale<J>(high), a);
+__device__ __forceinline__ void multiply_k16(float (&d)[TOKENS / 2], u32 (&a)[4], const Pairs& codes, const Scales& scales, u64 x) {
+  dequantize_step<J>(codes, scales, a);
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
   multiply(d, a, x + 2 * J);
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
@@ -151,7 +151,7 @@ __device__ __forceinline__ void multiply_k16(float (&d)[TOKENS / 2], u32 (&a)[4]
 }
 
 // Sums of `steps` steps.
-__device__ __forceinline__ void multiply_steps(float (&d)[TILES][TOKENS / 2], Ring& r, int steps, int warp, int lane, u32 scale_base) {
+__device__ __forceinline__ void multiply_steps(float (&d)[TILES][TOKENS / 2], Ring& r, int steps, int warp, int lane, Unpacker unpack) {
   u32 a[4][4];
 #pragma unroll
   for (int i = 0; i < TILES; ++i)
@@ -164,22 +164,28 @@ __device__ __forceinline__ void multiply_steps(float (&d)[TILES][TOKENS / 2], Ri
     const u32 x = __shfl_sync(0xFFFFFFFF, r.stages + r.stage * STAGE_BYTES, 0);
     const u32 tile = x + X_BYTES + warp * (TILES * TILE_BYTES);
     uint4 codes[TILES];
-    uint2 scales[TILES];
+    ScaleBytes bytes[TILES];
 #pragma unroll
     for (int i = 0; i < TILES; ++i) {
       codes[i] = load_shared_16(tile + i * TILE_BYTES + 16 * lane);
-      scales[i] = load_shared_8(tile + i * TILE_BYTES + TILE_CODES + 8 * (lane >> 2));
+      bytes[i] = load_scale_bytes(tile + i * TILE_BYTES + TILE_CODES + sizeof(ScaleBytes) * (lane >> 2));
     }
     const u64 b = operand(x);
+    // Lookups are a step ahead.
+    Pairs even = look_up(codes[0].x, unpack), odd;
 #pragma unroll
     for (int i = 0; i < TILES; ++i) {
-      const uint2 low = expand_scales(scales[i].x, scale_base), high = expand_scales(scales[i].y, scale_base);
-      multiply_k16<0>(d[i], a[0], codes[i].x, low, high, b);
-      multiply_k16<1>(d[i], a[1], codes[i].y, low, high, b);
-      multiply_k16<2>(d[i], a[2], codes[i].z, low, high, b);
+      const Scales scales = expand_scales(bytes[i], unpack);
+      odd = look_up(codes[i].y, unpack);
+      multiply_k16<0>(d[i], a[0], even, scales, b);
+      even = look_up(codes[i].z, unpack);
+      multiply_k16<1>(d[i], a[1], odd, scales, b);
+      odd = look_up(codes[i].w, unpack);
+      multiply_k16<2>(d[i], a[2], even, scales, b);
       // Past the second, and surely here, the products of the step before have read their x.
       if (i == 0 && step > 0) release(r.empty + 8 * (r.stage == 0 ? STAGES - 1 : r.stage - 1), lane);
-      multiply_k16<3>(d[i], a[3], codes[i].w, low, high, b);
+      if (i + 1 < TILES) even = look_up(codes[i + 1 < TILES ? i + 1 : i].x, unpack);
+      multiply_k16<3>(d[i], a[3], odd, scales, b);
     }
     if (++r.stage == STAGES) {
       r.stage = 0;
@@ -308,7 +314,7 @@ __device__ __forceinline__ bool share_tile(const MiddleParams& p, float (&d)[TIL
   return true;
 }
 
-__device__ __forceinline__ void consume(const MiddleParams& p, int start, int stop, Ring r, u32 staging, int thread) {
+__device__ __forceinline__ void consume(const MiddleParams& p, int start, int stop, Ring r, u32 staging, Unpacker unpack, int thread) {
   const int lane = thread & 31, warp = thread >> 5;
   float d[TILES][TOKENS / 2];
 #pragma unroll 1
@@ -317,7 +323,7 @@ __device__ __forceinline__ void consume(const MiddleParams& p, int start, int st
     const int steps = min(p.units - place.unit, stop - at);
     const int row_tile = first_row_tile(place) + warp * TILES, token = place.token_tile * TOKENS;
     prefetch_adapters(p, row_tile, lane);
-    multiply_steps(d, r, steps, warp, lane, p.scale_base);
+    multiply_steps(d, r, steps, warp, lane, unpack);
     dependencies_wait();  // h
     Row rows[2 * TILES];
     bool whole = true;
@@ -336,7 +342,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) middle(const __grid_con
   __shared__ __align__(8) u64 barriers[2 * STAGES];
   __shared__ __align__(128) u8 staged[WARPS * STAGING_BYTES];
   const int thread = threadIdx.x, warp = thread >> 5;
-  const u32 ring = (smem_address(memory) + 1023) & ~1023u;
+  const u32 ring = (smem_address(memory) + TABLE_BYTES + 1023) & ~1023u;
   const u32 full = smem_address(barriers), empty = full + 8 * STAGES;
   const int cluster = blockIdx.x / CLUSTER, clusters = gridDim.x / CLUSTER;
   const int start = share(cluster, clusters, p.steps), stop = share(cluster + 1, clusters, p.steps);
@@ -348,6 +354,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) middle(const __grid_con
     }
     barrier_inits_visible();
   }
+  fill_table(memory, thread, THREADS);
   __syncthreads();
   cluster_arrive();
   if (warp >= WARPS) {
@@ -361,7 +368,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) middle(const __grid_con
     if constexpr (WIDE) asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
     cluster_wait();
     if (p.x_ready == nullptr) dependencies_wait();
-    consume(p, start, stop, {ring, full, empty, 0, 0}, smem_address(staged) + warp * STAGING_BYTES, thread);
+    consume(p, start, stop, {ring, full, empty, 0, 0}, smem_address(staged) + warp * STAGING_BYTES, unpacker(p.scale_base, smem_address(memory), thread & 31), thread);
   }
   // No block ends while another may still tell it something.
   cluster_arrive();

@@ -1,54 +1,12 @@
-// A tile of the packed layout (qerl/formats/tiles.py): 16 output rows x 64 inputs, 512 bytes of codes and 64 of scales,
-// in the order in which mma.m16n8k16 takes its A operand. No header is included, so that NVRTC needs none.
+// What every kernel of this operation uses: products, copies, barriers in shared memory. No header is included, so that NVRTC needs none.
 
 typedef unsigned char u8;
 typedef unsigned short u16;
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
-constexpr int TILE_BYTES = 576;
-constexpr int TILE_CODES = 512;
-// What the values that `dequantize_step` gives are too small by: q * s = 128 * value.
-constexpr float TILE_LIFT = 128.0f;
-
 __device__ __forceinline__ u32 smem_address(const void* pointer) {
   return static_cast<u32>(__cvta_generic_to_shared(pointer));
-}
-
-__device__ __forceinline__ u32 multiply_bf16x2(u32 a, u32 b) {
-  u32 d;
-  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(0x80008000u));
-  return d;
-}
-
-// Scales of one row in four k16 steps (bytes 5.3, unsigned) as bfloat16 pairs: .x holds steps 0 and 2, .y steps 1 and 3.
-// `base` is 0x70007000, a value that the compiler does not know, so that mask and base are one instruction.
-__device__ __forceinline__ uint2 expand_scales(u32 bytes, u32 base) {
-  uint2 pairs;
-  pairs.x = ((bytes << 4) & 0x0FF00FF0u) | base;
-  pairs.y = ((bytes >> 4) & 0x0FF00FF0u) | base;
-  return pairs;
-}
-
-// The scale of step J in both halves.
-template <int J>
-__device__ __forceinline__ u32 step_scale(uint2 pairs) {
-  u16 low, high;
-  asm("mov.b32 {%0, %1}, %2;" : "=h"(low), "=h"(high) : "r"((J & 1) ? pairs.y : pairs.x));
-  const u16 half = (J & 2) ? high : low;
-  u32 both;
-  asm("mov.b32 %0, {%1, %1};" : "=r"(both) : "h"(half));
-  return both;
-}
-
-// The A fragment (bfloat16, exact) of one k16 step: 8 codes of a lane, times the scales of its two rows.
-__device__ __forceinline__ void dequantize_step(u32 word, u32 scale_low, u32 scale_high, u32 (&a)[4]) {
-  constexpr u32 FIELDS = 0x81C081C0u;
-  a[0] = multiply_bf16x2(word & FIELDS, scale_low);
-  a[1] = multiply_bf16x2((word << 3) & FIELDS, scale_high);
-  a[2] = multiply_bf16x2((word << 6) & FIELDS, scale_low);
-  const u32 last = ((word >> 6) & 0x01800180u) | ((word >> 4) & 0x00400040u) | ((word << 4) & 0x80008000u);
-  a[3] = multiply_bf16x2(last, scale_high);
 }
 
 __device__ __forceinline__ void mma_m16n8k16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
@@ -73,6 +31,12 @@ __device__ __forceinline__ uint4 load_shared_16(u32 address) {
 __device__ __forceinline__ uint2 load_shared_8(u32 address) {
   uint2 v;
   asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address) : "memory");
+  return v;
+}
+
+__device__ __forceinline__ u32 load_shared_4(u32 address) {
+  u32 v;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
   return v;
 }
 

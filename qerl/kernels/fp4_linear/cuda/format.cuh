@@ -1,0 +1,227 @@
+// A tile of the packed layout (qerl/formats/tiles.py): 16 output rows x 64 inputs, 512 bytes of codes and then the scales, in the order in which
+// mma.m16n8k16 takes its A operand; and how codes and scales become bfloat16. A kernel is compiled for one format:
+//
+//   Unpacker, unpacker(...)            what a lane needs for all tiles
+//   ScaleBytes                         a lane's scales in a tile: those of rows g and g + 8, at TILE_CODES + sizeof(ScaleBytes) * g
+//   Scales, expand_scales              the same, ready to be multiplied with
+//   Pairs, look_up(word, unpacker)     the codes of a k16 step, as far as they can be brought before they are needed
+//   dequantize_step<J>                 the A fragment of k16 step J
+//
+// A weight is (value of the fragment) * TILE_LIFT / divisor of its row.
+
+#define NVFP4 0
+#define MXFP4 1
+#define NF4 2
+#ifndef FORMAT
+#error "FORMAT names the format of the weights"
+#endif
+
+constexpr int TILE_CODES = 512;
+
+__device__ __forceinline__ u32 multiply_bf16x2(u32 a, u32 b) {
+  u32 d;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(0x80008000u));
+  return d;
+}
+
+// Four pairs of E2M1 codes as bfloat16 numbers q * 2^-126.
+__device__ __forceinline__ void e2m1_fields(u32 word, u32 (&q)[4]) {
+  constexpr u32 FIELDS = 0x81C081C0u;
+  q[0] = word & FIELDS;
+  q[1] = (word << 3) & FIELDS;
+  q[2] = (word << 6) & FIELDS;
+  q[3] = ((word >> 6) & 0x01800180u) | ((word >> 4) & 0x00400040u) | ((word << 4) & 0x80008000u);
+}
+
+#if FORMAT == NVFP4
+
+constexpr int TILE_BYTES = 576;
+constexpr int TABLE_BYTES = 0;
+constexpr float TILE_LIFT = 128.0f;
+
+struct Unpacker {
+  u32 scale_base;
+};
+
+__device__ __forceinline__ Unpacker unpacker(u32 scale_base, u32, int) { return {scale_base}; }
+
+// E2M1 codes are bits that need no table.
+typedef u32 Pairs;
+
+__device__ __forceinline__ Pairs look_up(u32 word, Unpacker) { return word; }
+
+typedef uint2 ScaleBytes;
+
+// Of one row in four k16 steps, as bfloat16 pairs s * 2^119: .x holds steps 0 and 2, .y steps 1 and 3.
+struct Scales {
+  uint2 low, high;
+};
+
+// Bytes 5.3, unsigned. `scale_base` is 0x70007000, a value that the compiler does not know, so that mask and base are one instruction.
+__device__ __forceinline__ Scales expand_scales(ScaleBytes bytes, Unpacker u) {
+  Scales s;
+  s.low.x = ((bytes.x << 4) & 0x0FF00FF0u) | u.scale_base;
+  s.low.y = ((bytes.x >> 4) & 0x0FF00FF0u) | u.scale_base;
+  s.high.x = ((bytes.y << 4) & 0x0FF00FF0u) | u.scale_base;
+  s.high.y = ((bytes.y >> 4) & 0x0FF00FF0u) | u.scale_base;
+  return s;
+}
+
+// The scale of step J in both halves.
+template <int J>
+__device__ __forceinline__ u32 step_scale(uint2 pairs) {
+  u16 low, high;
+  asm("mov.b32 {%0, %1}, %2;" : "=h"(low), "=h"(high) : "r"((J & 1) ? pairs.y : pairs.x));
+  const u16 half = (J & 2) ? high : low;
+  u32 both;
+  asm("mov.b32 %0, {%1, %1};" : "=r"(both) : "h"(half));
+  return both;
+}
+
+// q * s * 2^-7, exact.
+template <int J>
+__device__ __forceinline__ void dequantize_step(Pairs word, const Scales& s, u32 (&a)[4]) {
+  const u32 low = step_scale<J>(s.low), high = step_scale<J>(s.high);
+  e2m1_fields(word, a);
+  a[0] = multiply_bf16x2(a[0], low);
+  a[1] = multiply_bf16x2(a[1], high);
+  a[2] = multiply_bf16x2(a[2], low);
+  a[3] = multiply_bf16x2(a[3], high);
+}
+
+#elif FORMAT == MXFP4
+
+constexpr int TILE_BYTES = 544;
+constexpr int TABLE_BYTES = 0;
+constexpr float TILE_LIFT = 1.0f;
+
+struct Unpacker {};
+
+__device__ __forceinline__ Unpacker unpacker(u32, u32, int) { return {}; }
+
+typedef u32 Pairs;
+
+__device__ __forceinline__ Pairs look_up(u32 word, Unpacker) { return word; }
+
+typedef u32 ScaleBytes;
+
+// Of a row's two blocks of 32, 2^(e - 126) in both halves.
+struct Scales {
+  u32 low[2], high[2];
+};
+
+__device__ __forceinline__ Scales expand_scales(ScaleBytes bytes, Unpacker) {
+  Scales s;
+  s.low[0] = __byte_perm(bytes, 0, 0x4040) << 7;
+  s.low[1] = __byte_perm(bytes, 0, 0x4141) << 7;
+  s.high[0] = __byte_perm(bytes, 0, 0x4242) << 7;
+  s.high[1] = __byte_perm(bytes, 0, 0x4343) << 7;
+  return s;
+}
+
+// The weight itself, exact. A bfloat16 has not the range for one factor: 2^125 makes q / 2 of the code, a normal number.
+template <int J>
+__device__ __forceinline__ void dequantize_step(Pairs word, const Scales& s, u32 (&a)[4]) {
+  e2m1_fields(word, a);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) a[i] = multiply_bf16x2(multiply_bf16x2(a[i], 0x7E007E00u), (i & 1) ? s.high[J / 2] : s.low[J / 2]);
+}
+
+#elif FORMAT == NF4
+
+constexpr int TILE_BYTES = 576;
+constexpr int TABLE_BYTES = 256 * 128;
+constexpr float TILE_LIFT = 1.0f;
+// Of every row: c of qerl/formats/nf4.py.
+constexpr float TILE_DIVISOR = 0.718353271484375f;
+
+// c * q as bfloat16, by code.
+__constant__ u16 CODEBOOK[16] = {0xBF38, 0xBF00, 0xBEC1, 0xBE91, 0xBE51, 0xBE08, 0xBD86, 0x0000,
+                                0x3D6A, 0x3DED, 0x3E35, 0x3E79, 0x3EA2, 0x3ECF, 0x3F05, 0x3F38};
+
+// A table of all pairs of codes in shared memory, once for each lane, so that lookups meet no conflict of banks.
+__device__ __forceinline__ void fill_table(u8* table, int thread, int threads) {
+  for (int i = thread; i < TABLE_BYTES / 16; i += threads) {
+    const int byte = i >> 3;
+    const u32 pair = CODEBOOK[byte & 15] | static_cast<u32>(CODEBOOK[byte >> 4]) << 16;
+    reinterpret_cast<uint4*>(table)[i] = make_uint4(pair, pair, pair, pair);
+  }
+}
+
+struct Unpacker {
+  u32 table, lane;
+};
+
+__device__ __forceinline__ Unpacker unpacker(u32, u32 table, int lane) { return {table, 4u * lane}; }
+
+__device__ __forceinline__ u32 look_up_pair(u32 shifted, Unpacker u) {
+  u32 pair;
+  asm("ld.shared.u32 %0, [%1];" : "=r"(pair) : "r"(u.table + ((shifted & 0x7F80u) | u.lane)));
+  return pair;
+}
+
+struct Pairs {
+  u32 of[4];
+};
+
+__device__ __forceinline__ Pairs look_up(u32 word, Unpacker u) {
+  return {{look_up_pair(word, u), look_up_pair(word >> 8, u), look_up_pair(word >> 16, u), look_up_pair(__funnelshift_l(word, word, 8), u)}};
+}
+
+typedef uint2 ScaleBytes;  // absmax of the two rows, float32
+
+// absmax = first + rest, both bfloat16, in both halves: the upper half of its bits, and what they leave.
+struct Scales {
+  u32 low_first, low_rest, high_first, high_rest;
+};
+
+__device__ __forceinline__ void split(u32 absmax, u32& first, u32& rest) {
+  const float left = __uint_as_float(absmax) - __uint_as_float(absmax & 0xFFFF0000u);
+  first = __byte_perm(absmax, 0, 0x3232);
+  asm("cvt.rn.bf16x2.f32 %0, %1, %1;" : "=r"(rest) : "f"(left));
+}
+
+__device__ __forceinline__ Scales expand_scales(ScaleBytes bytes, Unpacker) {
+  Scales s;
+  split(bytes.x, s.low_first, s.low_rest);
+  split(bytes.y, s.high_first, s.high_rest);
+  return s;
+}
+
+// bfloat16(cq * first + bfloat16(cq * rest)), the same numbers wherever a weight is unpacked.
+template <int J>
+__device__ __forceinline__ void dequantize_step(const Pairs& q, const Scales& s, u32 (&a)[4]) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const u32 rest = multiply_bf16x2(q.of[i], (i & 1) ? s.high_rest : s.low_rest);
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(a[i]) : "r"(q.of[i]), "r"((i & 1) ? s.high_first : s.low_first), "r"(rest));
+  }
+}
+
+#endif
+
+#if FORMAT != NF4
+__device__ __forceinline__ void fill_table(u8*, int, int) {}
+#endif
+
+// Copies of 16 bytes that the scales of a tile take.
+constexpr int SCALE_CHUNKS = (TILE_BYTES - TILE_CODES) / 16;
+
+__device__ __forceinline__ ScaleBytes load_scale_bytes(u32 shared) {
+#if FORMAT == MXFP4
+  return load_shared_4(shared);
+#else
+  return load_shared_8(shared);
+#endif
+}
+
+// What sums of a row of segment `segment` are multiplied by.
+__device__ __forceinline__ float row_factor(const float* divisors, int segment) {
+#if FORMAT == NVFP4
+  return __fdiv_rn(TILE_LIFT, divisors[segment]);
+#elif FORMAT == NF4
+  return __fdiv_rn(TILE_LIFT, TILE_DIVISOR);
+#else
+  return TILE_LIFT;
+#endif
+}
