@@ -299,7 +299,7 @@ def test_a_weight_too_tall_for_one_round_is_right_in_all_of_them(rows):
     assert error(logits, exact(x, weight)) < FLOAT32_SUMS
 
 
-@pytest.mark.parametrize("name", ["mxfp4", "nf4", "fp8", "bf16"])
+@pytest.mark.parametrize("name", ["mxfp4", "nf4", "nf4_dq", "fp8", "bf16"])
 @pytest.mark.parametrize("rows", [3, 100])
 def test_other_formats_run_too(name, rows):
     fmt = get_format(name)

@@ -135,7 +135,7 @@ __device__ void expand(const DecodeParams& p, const Shared& s, const Work& w, in
     if (lane < 16) {
       int segment = 0;
       while (segment + 1 < p.segments && 16 * tile + lane >= p.segment_stop[segment]) ++segment;
-      s.factor[(tile - first) * 16 + lane] = row_factor(p.global_scale, segment);
+      s.factor[(tile - first) * 16 + lane] = __fdiv_rn(TILE_LIFT, row_divisor(p.global_scale, segment));
     }
     float low = 0, high = 0;
     if (p.bias != nullptr) {

@@ -94,6 +94,7 @@ __device__ __forceinline__ void dequantize_step(Pairs word, const Scales& s, u32
 constexpr int TILE_BYTES = 544;
 constexpr int TABLE_BYTES = 0;
 constexpr float TILE_LIFT = 1.0f;
+constexpr float TILE_DIVISOR = 1.0f;
 
 struct Unpacker {};
 
@@ -215,13 +216,11 @@ __device__ __forceinline__ ScaleBytes load_scale_bytes(u32 shared) {
 #endif
 }
 
-// What sums of a row of segment `segment` are multiplied by.
-__device__ __forceinline__ float row_factor(const float* divisors, int segment) {
+// What sums of a row of segment `segment` are divided by, after the lift.
+__device__ __forceinline__ float row_divisor(const float* divisors, int segment) {
 #if FORMAT == NVFP4
-  return __fdiv_rn(TILE_LIFT, divisors[segment]);
-#elif FORMAT == NF4
-  return __fdiv_rn(TILE_LIFT, TILE_DIVISOR);
+  return divisors[segment];
 #else
-  return TILE_LIFT;
+  return TILE_DIVISOR;
 #endif
 }

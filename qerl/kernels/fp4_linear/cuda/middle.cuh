@@ -70,7 +70,7 @@ struct Row {
 
 // Of the lane's rows in TILES row tiles, 8 apart from `row`. All loads are under way together.
 __device__ __forceinline__ void load_rows(const MiddleParams& p, int row, Row (&rows)[2 * TILES]) {
-  float factors[2 * TILES];
+  float divisors[2 * TILES];
   u16 bias[2 * TILES];
 #pragma unroll
   for (int i = 0; i < 2 * TILES; ++i) {
@@ -78,7 +78,7 @@ __device__ __forceinline__ void load_rows(const MiddleParams& p, int row, Row (&
     int segment = 0;
 #pragma unroll
     for (int s = 0; s < 3; ++s) segment += s + 1 < p.segments && r >= p.segment_stop[s];
-    factors[i] = row_factor(p.global_scale, segment);
+    divisors[i] = row_divisor(p.global_scale, segment);
     bias[i] = p.bias != nullptr ? p.bias[r] : 0;
     rows[i].scale = 1;
 #pragma unroll
@@ -87,7 +87,7 @@ __device__ __forceinline__ void load_rows(const MiddleParams& p, int row, Row (&
   }
 #pragma unroll
   for (int i = 0; i < 2 * TILES; ++i) {
-    rows[i].factor = factors[i];
+    rows[i].factor = __fdiv_rn(TILE_LIFT, divisors[i]);
     rows[i].bias = from_bf16(bias[i]);
   }
 }
