@@ -20,11 +20,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cache
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 GROUP = 256
+KERNEL_SEGMENTS = 4
+"""Projections that a weight can have for the CUDA kernels, at most."""
 _TABLE_STEP = 65535 / 2
 
 
@@ -75,6 +78,32 @@ def dequantize(tensors: Mapping[str, Tensor], counts: Sequence[int]) -> Tensor:
         )
     ]
     return torch.cat(parts)
+
+
+def kernel_groups(tensors: Mapping[str, Tensor], segments: Sequence[int], blocks: int) -> Tensor:
+    """What the CUDA kernels read beside `absmax_codes`, of projections of so many rows, each of `blocks` blocks: float32 and, first, int32,
+
+    4 stops of segments, the last for those that there are not; 4 numbers that, added to row * blocks, give 256 times the first group of
+    the segment for its first row; the 256 values of MAP; scale and offset of each group
+    """
+    scales, offsets = tensors["absmax_scales"], tensors["absmax_offset"]
+    counts = [-(-rows * blocks // GROUP) for rows in segments]
+    stops = list(accumulate(segments))
+    firsts = accumulate(counts[:-1], initial=0)
+    starts = [GROUP * group - blocks * (stop - rows) for group, stop, rows in zip(firsts, stops, segments, strict=True)]
+    fill = KERNEL_SEGMENTS - len(segments)
+    numbers = torch.tensor([*stops, *stops[-1:] * fill, *starts, *starts[-1:] * fill], dtype=torch.int32)
+    repeats = torch.tensor(counts, device=scales.device)
+    offset_G = torch.repeat_interleave(offsets, repeats, output_size=len(scales))
+    pairs = torch.stack((scales, offset_G), dim=1).view(-1)
+    return torch.cat((numbers.view(torch.float32).to(scales.device), _map(scales.device), pairs))
+
+
+def from_kernel_groups(groups: Tensor, segments: Sequence[int], blocks: int) -> dict[str, Tensor]:
+    """`absmax_scales` and `absmax_offset` again."""
+    scales_G, offset_G = groups[2 * KERNEL_SEGMENTS + 256 :].view(-1, 2).T.clone(memory_format=torch.contiguous_format)
+    firsts = list(accumulate((-(-rows * blocks // GROUP) for rows in segments[:-1]), initial=0))
+    return {"absmax_scales": scales_G.clone(), "absmax_offset": offset_G[firsts]}
 
 
 def nbytes(count: int) -> int:

@@ -11,8 +11,8 @@ those of a fused group one after the other:
 
 Double quantization (`nf4_dq`, 4.127 bits) stores `absmax` in 8 bits: see `qerl.formats.double_quant`.
 
-On a CUDA device `for_device` replaces them by `tiles`, the same numbers in the order of `qerl.formats.tiles`, if rows are whole blocks and scales are
-single. The kernels multiply with one rounded form of w_hat * c, the same whatever the number of rows: see `qerl/kernels/fp4_linear/README.md`.
+On a CUDA device `for_device` replaces them by `tiles`, the same numbers in the order of `qerl.formats.tiles`, if rows are
+whole blocks. The kernels multiply with one rounded form of w_hat * c, the same whatever the number of rows: see `qerl/kernels/fp4_linear/README.md`.
 
 Equal to the byte to bitsandbytes' CPU build, for round to nearest: x = w * (1 / absmax), the code of the nearest quantile, the
 lower one of equals; in a last, partial block x = w / absmax with absmax at least 1e-38; codes follow the scale before its own
@@ -116,13 +116,15 @@ class Nf4Format(TiledFormat):
 
     block = BLOCK
     methods = ("rtn", "mse")
-    tile_layout = TileLayout(scale_bytes=4, pairs=True)
     tile_divisor = CODEBOOK_SCALE
 
     def __init__(self, *, double_quant: bool = False):
         self.double_quant = double_quant
         self.name = "nf4_dq" if double_quant else "nf4"
+        self.tile_layout = TileLayout(scale_bytes=1 if double_quant else 4, pairs=True)
         self.per_segment = frozenset({"absmax_offset"}) if double_quant else frozenset()
+        self._scale_key = "absmax_codes" if double_quant else "absmax"
+        self._scale_dtype = torch.uint8 if double_quant else torch.float32
 
     def block_scales(
         self,
@@ -212,21 +214,39 @@ class Nf4Format(TiledFormat):
         return replace(parts[0], shape=(rows, sum(part.shape[1] for part in parts)), tensors={"absmax": absmax})
 
     def tileable(self, packed: PackedWeight) -> bool:
-        """Single scales, and no block that straddles rows."""
-        return not self.double_quant and packed.shape[1] % BLOCK == 0
+        """No block straddles rows, and doubly quantized scales have few enough projections."""
+        few = not self.double_quant or len(packed.segments) <= double_quant.KERNEL_SEGMENTS
+        return few and packed.shape[1] % BLOCK == 0
 
     def to_parts(self, packed: PackedWeight, rows: slice) -> tuple[Tensor, Tensor]:
         d_out, d_in = packed.shape
         data = packed.tensors["packed"].view(d_out, d_in // 2)[rows]
-        absmax = packed.tensors["absmax"].view(d_out, d_in // BLOCK)[rows]
+        absmax = packed.tensors[self._scale_key].view(d_out, d_in // BLOCK)[rows]
         return torch.stack((data >> 4, data & 15), dim=2).flatten(1), absmax.view(torch.uint8)
+
+    def beside_tiles(self, packed: PackedWeight) -> dict[str, Tensor]:
+        if not self.double_quant:
+            return {}
+        return {"groups": double_quant.kernel_groups(packed.tensors, packed.segments, packed.shape[1] // BLOCK)}
+
+    def from_beside_tiles(self, packed: PackedWeight, first: int, last: int) -> dict[str, Tensor]:
+        if not self.double_quant:
+            return {}
+        assert (first, last) == (0, len(packed.segments)), "of whole weights"
+        return double_quant.from_kernel_groups(packed.tensors["groups"], packed.segments, packed.shape[1] // BLOCK)
+
+    def rows(self, packed: PackedWeight, start: int, stop: int) -> PackedWeight:
+        if self.double_quant:
+            return self.natural_rows(self.natural(packed), start, stop)
+        return super().rows(packed, start, stop)
 
     def from_parts_of_tiles(self, parts: Iterable[tuple[Tensor, Tensor]], shape: tuple[int, int]) -> dict[str, Tensor]:
         found = [
-            ((codes[:, 0::2] << 4) | codes[:, 1::2], scales.contiguous().view(torch.float32)) for codes, scales in parts
+            ((codes[:, 0::2] << 4) | codes[:, 1::2], scales.contiguous().view(self._scale_dtype))
+            for codes, scales in parts
         ]
         packed, absmax = (torch.cat(column).view(-1) for column in zip(*found, strict=True))
-        return {"packed": packed, "absmax": absmax}
+        return {"packed": packed, self._scale_key: absmax}
 
     def dequantize(self, packed: PackedWeight, dtype: torch.dtype = torch.float32) -> Tensor:
         packed = self.natural(packed)

@@ -28,7 +28,7 @@ bytes and, in a rotation, the last come to bits 7..14 by a shift of whole bytes,
                      subnormal ones too, and it expands to a bfloat16 by a shift. Zero has none: a block whose scale is zero gets codes of
                      zero instead. That, and the sign of a negative scale (moved to its codes), is all that the way back does not restore.
     mxfp4  2 bytes   of blocks of 32: e + 1, so that a shift makes a normal bfloat16 of it; 0 beyond the weight
-    nf4    4 bytes   of the one block: its absmax, float32
+    nf4    4 bytes   of the one block: its absmax, float32; with double quantization 1 byte, the code of it
 """
 
 from __future__ import annotations
@@ -100,8 +100,16 @@ class TiledFormat(WeightFormat):
         if packed.order == "tiles":
             return packed
         assert self.tileable(packed), (packed.format, packed.shape)
-        ordered = {"tiles": self._to_tiles(packed), **{key: packed.tensors[key] for key in sorted(self.per_segment)}}
+        ordered = {"tiles": self._to_tiles(packed), **self.beside_tiles(packed)}
         return replace(packed, tensors=ordered, order="tiles")
+
+    def beside_tiles(self, packed: PackedWeight) -> dict[str, Tensor]:
+        """What the kernels read beside the tiles of a weight in its natural order."""
+        return {key: packed.tensors[key] for key in sorted(self.per_segment)}
+
+    def from_beside_tiles(self, packed: PackedWeight, first: int, last: int) -> dict[str, Tensor]:
+        """The way back, of segments [first, last)."""
+        return {key: packed.tensors[key][first:last] for key in sorted(self.per_segment)}
 
     def natural(self, packed: PackedWeight) -> PackedWeight:
         return packed if packed.order == "natural" else self._untiled(packed, 0, packed.shape[0])
@@ -129,7 +137,7 @@ class TiledFormat(WeightFormat):
         shape = (stop - start, packed.shape[1])
         parts = _runs(packed.tensors["tiles"], self.tile_layout, start, stop)
         stored = self.from_parts_of_tiles(parts, shape)
-        stored |= {key: packed.tensors[key][first:last] for key in sorted(self.per_segment)}
+        stored |= self.from_beside_tiles(packed, first, last)
         return replace(packed, shape=shape, tensors=stored, segments=counts, order="natural")
 
 

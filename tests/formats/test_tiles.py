@@ -9,7 +9,7 @@ from qerl.formats import PackedWeight, dequantize, get_format, tiles
 from qerl.formats.nf4 import CODEBOOK_SCALE, QUANTILES
 
 FORMAT = get_format("nvfp4")
-NAMES = ("nvfp4", "mxfp4", "nf4")
+NAMES = ("nvfp4", "mxfp4", "nf4", "nf4_dq")
 SHAPES = [(16, 64), (17, 64), (1, 1), (17, 16), (40, 100), (33, 130), (100, 896), (48, 576)]
 # (rows, inputs) of q k v, o, gate up, down of Qwen2.5 0.5B to 32B, Qwen3 0.6B and 8B, Llama-3 8B, Mistral 7B, cut to few rows.
 INPUTS = (896, 1024, 1536, 2048, 2560, 3072, 3584, 4096, 4864, 5120, 8960, 11008, 12288, 13824, 14336, 18944, 27648)
@@ -28,7 +28,7 @@ def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
 @pytest.mark.parametrize("shape", [*SHAPES, *((20, d_in) for d_in in INPUTS)])
 def test_the_way_back_restores_every_byte(name, shape):
     weight, fmt = weight_of(*shape, name=name), get_format(name)
-    if name == "nf4" and shape[1] % 64:
+    if name.startswith("nf4") and shape[1] % 64:
         assert not fmt.tileable(weight)
         return
     tiled = fmt.tiled(weight)
@@ -41,17 +41,20 @@ def test_the_way_back_restores_every_byte(name, shape):
 @pytest.mark.parametrize("name", NAMES)
 def test_real_shapes_are_stored_without_a_byte_more(name):
     weight, fmt = weight_of(48, 3584, name=name), get_format(name)
-    assert fmt.tiled(weight).nbytes() == weight.nbytes() == fmt.nbytes(weight.shape)
+    # Beside doubly quantized scales stand the values of their codes, and an offset for each group.
+    beside = 4 * (8 + 256 + 11 - 1) if name == "nf4_dq" else 0
+    assert fmt.tiled(weight).nbytes() - beside == weight.nbytes() == fmt.nbytes(weight.shape)
 
 
-def test_doubly_quantized_scales_have_no_tiles():
+def test_doubly_quantized_scales_of_many_projections_have_no_tiles():
     fmt = get_format("nf4_dq")
-    assert not fmt.tileable(fmt.quantize(torch.randn(4, 64)))
+    assert fmt.tileable(fmt.quantize(torch.randn(5, 64), segments=(2, 1, 1, 1)))
+    assert not fmt.tileable(fmt.quantize(torch.randn(5, 64), segments=(1, 1, 1, 1, 1)))
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_either_order_gives_the_same_values_rows_and_parts(name):
-    d_in, fmt = 128 if name == "nf4" else 100, get_format(name)
+    d_in, fmt = 128 if name.startswith("nf4") else 100, get_format(name)
     weight = weight_of(50, d_in, segments=(20, 7, 23), name=name)
     tiled = fmt.tiled(weight)
     assert torch.equal(dequantize(tiled), dequantize(weight))
@@ -59,7 +62,9 @@ def test_either_order_gives_the_same_values_rows_and_parts(name):
     assert torch.equal(ours[0], theirs[0])
     assert (ours[1] is None) == (theirs[1] is None) == (name != "nvfp4")
     assert name != "nvfp4" or torch.equal(ours[1], theirs[1])
-    for start, stop in ((0, 50), (3, 4), (15, 33), (16, 32), (49, 50)):
+    # Groups of doubly quantized scales are longer than these projections.
+    cuts = ((0, 50), (20, 50), (20, 27)) if name == "nf4_dq" else ((0, 50), (3, 4), (15, 33), (16, 32), (49, 50))
+    for start, stop in cuts:
         rows = fmt.rows(tiled, start, stop)
         assert rows.segments == fmt.rows(weight, start, stop).segments
         assert torch.equal(dequantize(rows), dequantize(weight)[start:stop])
@@ -72,7 +77,7 @@ def test_slices_of_a_large_weight_meet(name, monkeypatch):
     monkeypatch.setattr(tiles, "_SLICE_ELEMENTS", 1)
     weight, fmt = weight_of(70, 192, name=name), get_format(name)
     assert torch.equal(dequantize(fmt.tiled(weight)), dequantize(weight))
-    assert torch.equal(dequantize(fmt.rows(fmt.tiled(weight), 5, 61)), dequantize(weight)[5:61])
+    assert name == "nf4_dq" or torch.equal(dequantize(fmt.rows(fmt.tiled(weight), 5, 61)), dequantize(weight)[5:61])
 
 
 def test_every_scale_survives_the_subnormal_ones_too():
@@ -130,12 +135,22 @@ def nf4_value(quantile: float, absmax: torch.Tensor) -> float:
     return (quantile * first.double() + rest.double()).bfloat16().double().item()
 
 
-def read_as_the_kernel_does(tiled: torch.Tensor, name: str) -> torch.Tensor:
+def absmax_of(groups: torch.Tensor, row: int, units: int, unit: int, code: int) -> torch.Tensor:
+    """A doubly quantized scale as cuda/format.cuh finds it: float32 [1]."""
+    numbers = groups[:8].view(torch.int32).tolist()
+    row = min(row, numbers[3] - 1)
+    segment = sum(row >= stop for stop in numbers[:3])
+    group = (row * units + unit + numbers[4 + segment]) >> 8
+    scale, offset = groups[264:].view(-1, 2)[group]
+    return (groups[8 + code] * scale + offset).view(1)
+
+
+def read_as_the_kernel_does(tiled: torch.Tensor, name: str, groups: torch.Tensor | None = None) -> torch.Tensor:
     """V of every element as cuda/format.cuh forms it, by lanes and registers: float64 [rows, inputs]."""
     row_tiles, units, _ = tiled.shape
     out = torch.zeros(row_tiles * 16, units * 64, dtype=torch.float64)
     for tile, unit, g, t, j, word, scales in fragments(tiled):
-        registers = nf4_registers(word) if name == "nf4" else e2m1_registers(word)
+        registers = nf4_registers(word) if name.startswith("nf4") else e2m1_registers(word)
         for index, register in enumerate(registers):
             row, h = 16 * tile + g + 8 * (index & 1), index & 1
             column = 64 * unit + 16 * j + 8 * (index >> 1) + 2 * t
@@ -145,8 +160,10 @@ def read_as_the_kernel_does(tiled: torch.Tensor, name: str) -> torch.Tensor:
                     value *= 128 * bf16(0x7000 | int(scales[g, h, j]) << 4)
                 elif name == "mxfp4":
                     value *= bf16(0x7E00) * bf16(int(scales[g, h, j // 2]) << 7)
-                else:
+                elif name == "nf4":
                     value = nf4_value(value, scales[g, h].contiguous().view(torch.float32))
+                else:
+                    value = nf4_value(value, absmax_of(groups, row, units, unit, int(scales[g, h])))
                 out[row, column + u] = value
     return out
 
@@ -157,10 +174,11 @@ def bf16(bits: int) -> float:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_bits_are_where_the_kernel_looks(name):
-    fmt, d_in = get_format(name), 128 if name == "nf4" else 96
-    weight = weight_of(20, d_in, name=name)
-    read = read_as_the_kernel_does(fmt.tiled(weight).tensors["tiles"], name)
-    if name == "nf4":
+    fmt, d_in = get_format(name), 128 if name.startswith("nf4") else 96
+    weight = weight_of(20, d_in, segments=(11, 4, 5), name=name)
+    tensors = fmt.tiled(weight).tensors
+    read = read_as_the_kernel_does(tensors["tiles"], name, tensors.get("groups"))
+    if name.startswith("nf4"):
         exact = dequantize(weight, torch.float64)
         off = (read[:20] / CODEBOOK_SCALE - exact).abs()
         # The codebook's roundings, at most .9 of 2^-9, and one of the product.
@@ -168,8 +186,18 @@ def test_the_bits_are_where_the_kernel_looks(name):
         assert 1.5e-3 < (off.norm() / exact.norm()).item() < 2.1e-3
     else:
         assert torch.equal(read[:20, :d_in], fmt.factored(weight, torch.float64)[0])
-    assert read[20:].abs().max() == 0
+    assert name == "nf4_dq" or read[20:].abs().max() == 0
     assert read[:, d_in:].numel() == 0 or read[:, d_in:].abs().max() == 0
+
+
+@pytest.mark.parametrize("segments", [(300,), (129, 171), (128, 128, 44), (1, 2, 3, 294)])
+def test_every_block_finds_its_group_of_scales(segments):
+    """Groups of 256 blocks begin anew with each projection, and end within rows."""
+    fmt, units = get_format("nf4_dq"), 5
+    weight = weight_of(300, 64 * units, segments=segments, name="nf4_dq")
+    groups, codes = fmt.tiled(weight).tensors["groups"], weight.tensors["absmax_codes"].view(300, units)
+    found = [absmax_of(groups, row, units, unit, int(codes[row, unit])) for row in range(300) for unit in range(units)]
+    assert torch.equal(torch.cat(found), fmt.absmax(weight))
 
 
 def test_every_exponent_of_mxfp4_is_exact():

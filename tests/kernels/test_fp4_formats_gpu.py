@@ -15,7 +15,7 @@ from qerl.kernels.fp4_linear.cuda import regime_of
 
 pytestmark = pytest.mark.gpu
 
-NAMES = ("mxfp4", "nf4")
+NAMES = ("mxfp4", "nf4", "nf4_dq")
 # (segments, inputs): Qwen2.5 7B and 0.5B projections, and odd ones; those of NF4 are whole blocks.
 WEIGHTS = (
     ((3584, 512, 512), 3584),
@@ -28,7 +28,7 @@ WEIGHTS = (
 )
 ODD = (((20, 13, 7), 100), ((33,), 130), ((17,), 16), ((5, 90), 1056))
 # Norms: one rounding of the output beside those of NF4's codebook (7.8e-4) and products (1.67e-3).
-ROUNDED_WEIGHTS = {"mxfp4": 1.9e-3, "nf4": 2.9e-3}
+ROUNDED_WEIGHTS = {"mxfp4": 1.9e-3, "nf4": 2.9e-3, "nf4_dq": 2.9e-3}
 WEIGHT_ERROR = (1.6e-3, 2.1e-3)
 
 
@@ -54,7 +54,7 @@ def kernel_values(weight) -> torch.Tensor:
     codebook = (torch.tensor(QUANTILES, dtype=torch.float64) * CODEBOOK_SCALE).float().bfloat16().double().cuda()
     packed, (d_out, d_in) = weight.tensors["packed"], weight.shape
     codes = torch.stack((packed >> 4, packed & 15), dim=1).view(d_out, d_in)
-    absmax = weight.tensors["absmax"].view(d_out, d_in // 64).repeat_interleave(64, dim=1)
+    absmax = get_format(weight.format).absmax(weight).view(d_out, d_in // 64).repeat_interleave(64, dim=1)
     first = (absmax.view(torch.int32) & -65536).view(torch.float32)
     rest = (absmax - first).bfloat16().double()
     quantiles = codebook[codes.int()]
@@ -63,7 +63,7 @@ def kernel_values(weight) -> torch.Tensor:
 
 def kernel_weight(weight) -> torch.Tensor:
     values = kernel_values(weight)
-    return values / CODEBOOK_SCALE if weight.format == "nf4" else values
+    return values if weight.format == "mxfp4" else values / CODEBOOK_SCALE
 
 
 def shapes(name):
@@ -80,7 +80,7 @@ def test_unpacked_values_are_those_of_the_definition_to_the_bit(name):
         assert torch.equal(out[:, :d_in].double(), kernel_values(weight)), (segments, d_in)
         assert (out[:, d_in:] == 7).all()
         exact = dequantize(weight, torch.float64)
-        if name == "nf4" and exact.numel() > 1e5:
+        if name != "mxfp4" and exact.numel() > 1e5:
             assert WEIGHT_ERROR[0] < error(kernel_weight(weight), exact) < WEIGHT_ERROR[1]
 
 

@@ -27,10 +27,7 @@ class _Params(ctypes.Structure):
 
     __slots__ = ()  # a name that is no field is an error
     _fields_ = (
-        *(
-            (name, ctypes.c_void_p)
-            for name in ("tiles", "x", "out", "bias", "global_scale", "a", "partials", "counters")
-        ),
+        *((name, ctypes.c_void_p) for name in ("tiles", "x", "out", "bias", "side", "a", "partials", "counters")),
         *((name, ctypes.c_int) for name in ("m", "n", "k", "units", "row_tiles")),
         *((name, ctypes.c_int) for name in ("round_tiles", "slice_units", "rank_slots", "ranks")),
         *((name, ctypes.c_int) for name in ("groups", "chunks", "unused")),
@@ -80,7 +77,7 @@ def product(
     params = _Params(
         tiles=weight.tensors["tiles"].data_ptr(),
         bias=None if bias_O is None else bias_O.data_ptr(),
-        global_scale=record.divisors_of(weight),
+        side=record.side_of(weight),
         a=a_RI[0].data_ptr() if a_RI else None,
         partials=space.scratch(pieces * shape.columns, 256).data_ptr() if pieces else None,
         counters=space.counters()[DECODE_COUNTERS].data_ptr(),

@@ -26,6 +26,7 @@ from qerl.formats import PackedWeight
 from qerl.formats.tiles import ROWS
 from qerl.kernels.cuda import Launch
 from qerl.kernels.fp4_linear.adapter import Placement
+from qerl.kernels.fp4_linear.record import side_of
 from qerl.kernels.fp4_linear.shrink import shrink
 from qerl.kernels.fp4_linear.tiled import TILED
 from qerl.kernels.fp4_linear.workspace import SCALE_BASE, compiled, workspace
@@ -50,6 +51,7 @@ class _Params(ctypes.Structure):
     _fields_ = (
         ("tiles", ctypes.c_void_p),
         ("out", ctypes.c_void_p),
+        ("side", ctypes.c_void_p),
         *((name, ctypes.c_int) for name in ("n", "k", "stride", "units", "row_tiles")),
         ("scale_base", ctypes.c_uint),
     )
@@ -245,7 +247,16 @@ def dequantize_tiles(weight: PackedWeight, out_OI: Tensor) -> Tensor:
         block=_THREADS,
         shared=_STAGED_BYTES + tile.table_bytes,
     )
-    params = _Params(tiles.data_ptr(), out_OI.data_ptr(), *weight.shape, out_OI.stride(0), units, row_tiles, SCALE_BASE)
+    params = _Params(
+        tiles.data_ptr(),
+        out_OI.data_ptr(),
+        side_of(weight),
+        *weight.shape,
+        out_OI.stride(0),
+        units,
+        row_tiles,
+        SCALE_BASE,
+    )
     compiled(weight.device, "dequantize", tuple(macros(weight.format).items())).launch(launch, params)
     return out_OI
 

@@ -52,7 +52,7 @@ class _Params(ctypes.Structure):
     _fields_ = (
         ("x_map", TensorMap),
         ("tile_map", TensorMap),
-        *((name, ctypes.c_void_p) for name in ("out", "bias", "global_scale", "h", "partials", "counters", "x_ready")),
+        *((name, ctypes.c_void_p) for name in ("out", "bias", "side", "h", "partials", "counters", "x_ready")),
         *((name, ctypes.c_int) for name in ("m", "n", "units", "token_tiles", "steps", "ranks")),
         *((name, ctypes.c_int) for name in ("segments", "parts", "float_out", "vectors")),
         ("scale_base", ctypes.c_uint),
@@ -197,7 +197,7 @@ def product(
         ),
         out=out_TO.data_ptr(),
         bias=None if bias_O is None else bias_O.data_ptr(),
-        global_scale=record.divisors_of(weight),
+        side=record.side_of(weight),
         h=shrunk[0].data_ptr() if shrunk else None,
         partials=space.scratch(partial_bytes // 1024, 512).data_ptr(),
         counters=space.counters().data_ptr(),

@@ -53,9 +53,9 @@ def parts_of(placements: Sequence[Placement], b_OR: Sequence[Tensor]) -> Parts: 
     return parts
 
 
-def divisors_of(weight: PackedWeight) -> int | None:
-    """Address of the divisors of the segments, where the format stores them."""
-    stored = weight.tensors.get("global_scale")
+def side_of(weight: PackedWeight) -> int | None:
+    """Address of what the kernels read beside tiles, where the format has such: divisors of segments, or what doubly quantized scales need."""
+    stored = weight.tensors.get("global_scale", weight.tensors.get("groups"))
     return None if stored is None else stored.data_ptr()
 
 

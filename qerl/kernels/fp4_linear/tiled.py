@@ -28,5 +28,12 @@ def _tiled(name: str, number: int, table_bytes: int = 0) -> Tiled:
     return Tiled(number, fmt.tile_layout.tile_bytes, table_bytes, fmt.tile_divisor)
 
 
-TILED = {"nvfp4": _tiled("nvfp4", 0), "mxfp4": _tiled("mxfp4", 1), "nf4": _tiled("nf4", 2, 256 * 128)}
+_PAIRS = 256 * 128
+
+TILED = {
+    "nvfp4": _tiled("nvfp4", 0),
+    "mxfp4": _tiled("mxfp4", 1),
+    "nf4": _tiled("nf4", 2, _PAIRS),
+    "nf4_dq": _tiled("nf4_dq", 3, _PAIRS + 1024),
+}
 """By name of the format."""

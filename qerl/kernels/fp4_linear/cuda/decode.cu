@@ -264,7 +264,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode(const __grid_con
 #pragma unroll 1
     for (int i = 0; i < STAGES - 2; i += 2) produce(p, at, w, ring + i * TILE_BYTES + 16 * lane, row_jump, warp, lane);
   }
-  fill_table(memory, thread, THREADS);
+  fill_table(memory, p.side, thread, THREADS);
   cluster_wait();
   if (warp >= WARPS) warm_epilogue(p, w, thread - 32 * WARPS);
   // Nor do adapters change under the kernel in front, where launches overlap at all (in captures).
@@ -299,6 +299,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode(const __grid_con
       int tile = from / w.slice_units, left = stop - from;
       int row_left = (tile + 1) * w.slice_units - from;
       u32 x_at = x_row + (w.slice_units - row_left) * 128;
+      Rows rows = rows_of(p.side, p.units, round + tile, w.first_unit + w.slice_units - row_left, lane);
       Delivery to;
       if (left > 0) address(p, s, w, to, tiles, tile, warp, lane);
       float c[CHAINS][NT][4] = {};
@@ -311,7 +312,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode(const __grid_con
         // One copy of this body: both units of a pair, unrolled, outgrow the instruction cache.
 #pragma unroll 1
         for (int i = min(left, 2); i > 0; --i) {
-          multiply_unit(load_shared_16(codes_at + stage), load_scale_bytes(scales_at + stage), x_at, x_column, unpack, c);
+          multiply_unit(load_shared_16(codes_at + stage), load_scale_bytes(scales_at + stage), rows, x_at, x_column, unpack, c);
           stage += TILE_BYTES;
           x_at += 128;
           --left;
@@ -327,6 +328,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode(const __grid_con
             }
             to.slot += NT * 32;
             ++tile;
+            rows = rows_of(p.side, p.units, round + tile, w.first_unit, lane);
             row_left = w.slice_units;
             x_at = x_row;
           }

@@ -17,7 +17,7 @@ struct DecodeParams {
   const u16* x;
   void* out;  // bfloat16 or float32 [m, n]
   const u16* bias;
-  const float* global_scale;  // or null, where the format has none
+  const float* side;  // of the format: divisors of NVFP4's segments, what doubly quantized scales need, or null
   const u16* a;
   float4* partials;  // [CLUSTER * chunks][groups][NT][32]
   u32* counters;     // two zeros
@@ -116,7 +116,7 @@ __device__ __forceinline__ bool part_needed(const Part& part, int tile_start, in
 __device__ void warm_epilogue(const DecodeParams& p, const Work& w, int thread) {
   const int tiles = min(p.round_tiles, w.tile_stop - w.tile_start);
   const int start = 16 * (w.tile_start + share(w.rank, CLUSTER, tiles)), stop = 16 * (w.tile_start + share(w.rank + 1, CLUSTER, tiles));
-  if (p.global_scale != nullptr && thread < p.segments) warm(p.global_scale + thread);
+  if (p.side != nullptr && thread < p.segments) warm(p.side + thread);
   if (p.bias != nullptr && start + 32 * thread < min(stop, p.n)) warm(p.bias + start + 32 * thread);
   for (int q = 0; q < p.parts; ++q) {
     const Part& part = p.part[q];
@@ -135,7 +135,7 @@ __device__ void expand(const DecodeParams& p, const Shared& s, const Work& w, in
     if (lane < 16) {
       int segment = 0;
       while (segment + 1 < p.segments && 16 * tile + lane >= p.segment_stop[segment]) ++segment;
-      s.factor[(tile - first) * 16 + lane] = __fdiv_rn(TILE_LIFT, row_divisor(p.global_scale, segment));
+      s.factor[(tile - first) * 16 + lane] = __fdiv_rn(TILE_LIFT, row_divisor(p.side, segment));
     }
     float low = 0, high = 0;
     if (p.bias != nullptr) {
@@ -198,8 +198,8 @@ __device__ __forceinline__ void warp_range(int tiles, const Work& w, int warp, i
 }
 
 // One unit: 16 rows x 64 inputs from the ring, times x.
-__device__ __forceinline__ void multiply_unit(uint4 codes, ScaleBytes bytes, u32 x_at, u32 x_column, Unpacker unpacker, float (&c)[CHAINS][NT][4]) {
-  const Scales scales = expand_scales(bytes, unpacker);
+__device__ __forceinline__ void multiply_unit(uint4 codes, ScaleBytes bytes, Rows& rows, u32 x_at, u32 x_column, Unpacker unpacker, float (&c)[CHAINS][NT][4]) {
+  const Scales scales = expand_scales(bytes, unpacker, rows);
   u32 b[NT][4], a[4];
 #pragma unroll
   for (int n = 0; n < NT; ++n) ldmatrix_x4(b[n], x_at + n * x_column);

@@ -3,6 +3,7 @@
 struct DequantizeParams {
   const u8* tiles;
   u16* out;
+  const float* side;
   int n, k, stride, units, row_tiles;
   u32 scale_base;  // 0x70007000
 };
@@ -30,20 +31,21 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS_A_BLOCK) dequantize(cons
   const Unpacker unpack = unpacker(p.scale_base, smem_address(memory), lane);
   const int step = gridDim.x * WARPS_A_BLOCK;
   int index = blockIdx.x * WARPS_A_BLOCK + warp;
-  fill_table(memory, threadIdx.x, 32 * WARPS_A_BLOCK);
+  fill_table(memory, p.side, threadIdx.x, 32 * WARPS_A_BLOCK);
   if constexpr (TABLE_BYTES > 0) __syncthreads();
   if (index >= total) return;
   const u8* tile = p.tiles + static_cast<long long>(index) * TILE_BYTES;
   uint4 codes = *reinterpret_cast<const uint4*>(tile + 16 * lane);
   ScaleBytes bytes = *reinterpret_cast<const ScaleBytes*>(tile + TILE_CODES + sizeof(ScaleBytes) * g);
   while (index < total) {
-    const Scales scales = expand_scales(bytes, unpack);
+    const int row_tile = index / p.units, unit = index - row_tile * p.units;
+    Rows rows = rows_of(p.side, p.units, row_tile, unit, lane);
+    const Scales scales = expand_scales(bytes, unpack, rows);
     u32 a[4][4];
     dequantize_step<0>(look_up(codes.x, unpack), scales, a[0]);
     dequantize_step<1>(look_up(codes.y, unpack), scales, a[1]);
     dequantize_step<2>(look_up(codes.z, unpack), scales, a[2]);
     dequantize_step<3>(look_up(codes.w, unpack), scales, a[3]);
-    const int current = index;
     index += step;
     if (index < total) {
       tile = p.tiles + static_cast<long long>(index) * TILE_BYTES;
@@ -59,7 +61,6 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS_A_BLOCK) dequantize(cons
       }
     }
     __syncwarp();
-    const int row_tile = current / p.units, unit = current - row_tile * p.units;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int row = 4 * i + (lane >> 3), chunk = lane & 7;

@@ -3,7 +3,8 @@
 //
 //   Unpacker, unpacker(...)            what a lane needs for all tiles
 //   ScaleBytes                         a lane's scales in a tile: those of rows g and g + 8, at TILE_CODES + sizeof(ScaleBytes) * g
-//   Scales, expand_scales              the same, ready to be multiplied with
+//   Rows, rows_of                      what scales need beside them; of a lane's two rows in a row tile, from an input tile on
+//   Scales, expand_scales              the scales of a tile, ready to be multiplied with; Rows goes on to the next tile of the same rows
 //   Pairs, look_up(word, unpacker)     the codes of a k16 step, as far as they can be brought before they are needed
 //   dequantize_step<J>                 the A fragment of k16 step J
 //
@@ -12,6 +13,7 @@
 #define NVFP4 0
 #define MXFP4 1
 #define NF4 2
+#define NF4_DQ 3  // with doubly quantized scales
 #ifndef FORMAT
 #error "FORMAT names the format of the weights"
 #endif
@@ -32,6 +34,14 @@ __device__ __forceinline__ void e2m1_fields(u32 word, u32 (&q)[4]) {
   q[2] = (word << 6) & FIELDS;
   q[3] = ((word >> 6) & 0x01800180u) | ((word >> 4) & 0x00400040u) | ((word << 4) & 0x80008000u);
 }
+
+#if FORMAT != NF4_DQ
+
+struct Rows {};
+
+__device__ __forceinline__ Rows rows_of(const float*, int, int, int, int) { return {}; }
+
+#endif
 
 #if FORMAT == NVFP4
 
@@ -58,7 +68,7 @@ struct Scales {
 };
 
 // Bytes 5.3, unsigned. `scale_base` is 0x70007000, a value that the compiler does not know, so that mask and base are one instruction.
-__device__ __forceinline__ Scales expand_scales(ScaleBytes bytes, Unpacker u) {
+__device__ __forceinline__ Scales expand_scales(ScaleBytes bytes, Unpacker u, Rows&) {
   Scales s;
   s.low.x = ((bytes.x << 4) & 0x0FF00FF0u) | u.scale_base;
   s.low.y = ((bytes.x >> 4) & 0x0FF00FF0u) | u.scale_base;
@@ -111,7 +121,7 @@ struct Scales {
   u32 low[2], high[2];
 };
 
-__device__ __forceinline__ Scales expand_scales(ScaleBytes bytes, Unpacker) {
+__device__ __forceinline__ Scales expand_scales(ScaleBytes bytes, Unpacker, Rows&) {
   Scales s;
   s.low[0] = __byte_perm(bytes, 0, 0x4040) << 7;
   s.low[1] = __byte_perm(bytes, 0, 0x4141) << 7;
@@ -128,10 +138,16 @@ __device__ __forceinline__ void dequantize_step(Pairs word, const Scales& s, u32
   for (int i = 0; i < 4; ++i) a[i] = multiply_bf16x2(multiply_bf16x2(a[i], 0x7E007E00u), (i & 1) ? s.high[J / 2] : s.low[J / 2]);
 }
 
-#elif FORMAT == NF4
+#else
 
+constexpr int PAIR_BYTES = 256 * 128;
+#if FORMAT == NF4
 constexpr int TILE_BYTES = 576;
-constexpr int TABLE_BYTES = 256 * 128;
+constexpr int TABLE_BYTES = PAIR_BYTES;
+#else
+constexpr int TILE_BYTES = 528;
+constexpr int TABLE_BYTES = PAIR_BYTES + 1024;  // and the 256 values that scales can have before they are scaled
+#endif
 constexpr float TILE_LIFT = 1.0f;
 // Of every row: c of qerl/formats/nf4.py.
 constexpr float TILE_DIVISOR = 0.718353271484375f;
@@ -140,13 +156,20 @@ constexpr float TILE_DIVISOR = 0.718353271484375f;
 __constant__ u16 CODEBOOK[16] = {0xBF38, 0xBF00, 0xBEC1, 0xBE91, 0xBE51, 0xBE08, 0xBD86, 0x0000,
                                 0x3D6A, 0x3DED, 0x3E35, 0x3E79, 0x3EA2, 0x3ECF, 0x3F05, 0x3F38};
 
+// Of doubly quantized scales, float32 and int32 (qerl/formats/double_quant.py): where segments stop, what to add to row * units for the place of a row's first
+// block, the values of codes, and scale and offset of each group of 256 blocks.
+constexpr int SIDE_STOP = 0, SIDE_START = 4, SIDE_MAP = 8, SIDE_GROUPS = SIDE_MAP + 256;
+
 // A table of all pairs of codes in shared memory, once for each lane, so that lookups meet no conflict of banks.
-__device__ __forceinline__ void fill_table(u8* table, int thread, int threads) {
-  for (int i = thread; i < TABLE_BYTES / 16; i += threads) {
+__device__ __forceinline__ void fill_table(u8* table, const float* side, int thread, int threads) {
+  for (int i = thread; i < PAIR_BYTES / 16; i += threads) {
     const int byte = i >> 3;
     const u32 pair = CODEBOOK[byte & 15] | static_cast<u32>(CODEBOOK[byte >> 4]) << 16;
     reinterpret_cast<uint4*>(table)[i] = make_uint4(pair, pair, pair, pair);
   }
+#if FORMAT == NF4_DQ
+  for (int i = thread; i < 256; i += threads) reinterpret_cast<float*>(table + PAIR_BYTES)[i] = side[SIDE_MAP + i];
+#endif
 }
 
 struct Unpacker {
@@ -169,7 +192,34 @@ __device__ __forceinline__ Pairs look_up(u32 word, Unpacker u) {
   return {{look_up_pair(word, u), look_up_pair(word >> 8, u), look_up_pair(word >> 16, u), look_up_pair(__funnelshift_l(word, word, 8), u)}};
 }
 
+#if FORMAT == NF4
+
 typedef uint2 ScaleBytes;  // absmax of the two rows, float32
+
+#else
+
+typedef u16 ScaleBytes;  // codes of the two rows' absmax
+
+struct Rows {
+  const float2* groups;
+  int low, high;  // the next blocks of rows g and g + 8
+};
+
+__device__ __forceinline__ int block_of(const int* side, int units, int row, int unit) {
+  row = min(row, side[SIDE_STOP + 3] - 1);
+  int segment = 0;
+#pragma unroll
+  for (int s = 0; s < 3; ++s) segment += row >= side[SIDE_STOP + s];
+  return row * units + unit + side[SIDE_START + segment];
+}
+
+__device__ __forceinline__ Rows rows_of(const float* side, int units, int row_tile, int unit, int lane) {
+  const int* numbers = reinterpret_cast<const int*>(side);
+  const int row = 16 * row_tile + (lane >> 2);
+  return {reinterpret_cast<const float2*>(side + SIDE_GROUPS), block_of(numbers, units, row, unit), block_of(numbers, units, row + 8, unit)};
+}
+
+#endif
 
 // absmax = first + rest, both bfloat16, in both halves: the upper half of its bits, and what they leave.
 struct Scales {
@@ -182,12 +232,33 @@ __device__ __forceinline__ void split(u32 absmax, u32& first, u32& rest) {
   asm("cvt.rn.bf16x2.f32 %0, %1, %1;" : "=r"(rest) : "f"(left));
 }
 
-__device__ __forceinline__ Scales expand_scales(ScaleBytes bytes, Unpacker) {
+#if FORMAT == NF4
+
+__device__ __forceinline__ Scales expand_scales(ScaleBytes bytes, Unpacker, Rows&) {
   Scales s;
   split(bytes.x, s.low_first, s.low_rest);
   split(bytes.y, s.high_first, s.high_rest);
   return s;
 }
+
+#else
+
+__device__ __forceinline__ u32 absmax_of(u32 code, int block, Unpacker u, const Rows& rows) {
+  const float2 group = __ldg(rows.groups + (block >> 8));
+  const float value = __uint_as_float(load_shared_4(u.table + PAIR_BYTES + 4 * code));
+  return __float_as_uint(__fadd_rn(__fmul_rn(value, group.x), group.y));
+}
+
+__device__ __forceinline__ Scales expand_scales(ScaleBytes bytes, Unpacker u, Rows& rows) {
+  Scales s;
+  split(absmax_of(bytes & 0xFF, rows.low, u, rows), s.low_first, s.low_rest);
+  split(absmax_of(bytes >> 8, rows.high, u, rows), s.high_first, s.high_rest);
+  ++rows.low;
+  ++rows.high;
+  return s;
+}
+
+#endif
 
 // bfloat16(cq * first + bfloat16(cq * rest)), the same numbers wherever a weight is unpacked.
 template <int J>
@@ -201,8 +272,8 @@ __device__ __forceinline__ void dequantize_step(const Pairs& q, const Scales& s,
 
 #endif
 
-#if FORMAT != NF4
-__device__ __forceinline__ void fill_table(u8*, int, int) {}
+#if FORMAT == NVFP4 || FORMAT == MXFP4
+__device__ __forceinline__ void fill_table(u8*, const float*, int, int) {}
 #endif
 
 // Copies of 16 bytes that the scales of a tile take.
@@ -211,15 +282,17 @@ constexpr int SCALE_CHUNKS = (TILE_BYTES - TILE_CODES) / 16;
 __device__ __forceinline__ ScaleBytes load_scale_bytes(u32 shared) {
 #if FORMAT == MXFP4
   return load_shared_4(shared);
+#elif FORMAT == NF4_DQ
+  return load_shared_2(shared);
 #else
   return load_shared_8(shared);
 #endif
 }
 
 // What sums of a row of segment `segment` are divided by, after the lift.
-__device__ __forceinline__ float row_divisor(const float* divisors, int segment) {
+__device__ __forceinline__ float row_divisor(const float* side, int segment) {
 #if FORMAT == NVFP4
-  return divisors[segment];
+  return side[segment];
 #else
   return TILE_DIVISOR;
 #endif

@@ -151,7 +151,7 @@ __device__ __forceinline__ void multiply_k16(float (&d)[TOKENS / 2], u32 (&a)[4]
 }
 
 // Sums of `steps` steps.
-__device__ __forceinline__ void multiply_steps(float (&d)[TILES][TOKENS / 2], Ring& r, int steps, int warp, int lane, Unpacker unpack) {
+__device__ __forceinline__ void multiply_steps(float (&d)[TILES][TOKENS / 2], Ring& r, int steps, int warp, int lane, Unpacker unpack, Rows (&rows)[TILES]) {
   u32 a[4][4];
 #pragma unroll
   for (int i = 0; i < TILES; ++i)
@@ -175,7 +175,7 @@ __device__ __forceinline__ void multiply_steps(float (&d)[TILES][TOKENS / 2], Ri
     Pairs even = look_up(codes[0].x, unpack), odd;
 #pragma unroll
     for (int i = 0; i < TILES; ++i) {
-      const Scales scales = expand_scales(bytes[i], unpack);
+      const Scales scales = expand_scales(bytes[i], unpack, rows[i]);
       odd = look_up(codes[i].y, unpack);
       multiply_k16<0>(d[i], a[0], even, scales, b);
       even = look_up(codes[i].z, unpack);
@@ -323,7 +323,10 @@ __device__ __forceinline__ void consume(const MiddleParams& p, int start, int st
     const int steps = min(p.units - place.unit, stop - at);
     const int row_tile = first_row_tile(place) + warp * TILES, token = place.token_tile * TOKENS;
     prefetch_adapters(p, row_tile, lane);
-    multiply_steps(d, r, steps, warp, lane, unpack);
+    Rows packed_rows[TILES];
+#pragma unroll
+    for (int i = 0; i < TILES; ++i) packed_rows[i] = rows_of(p.side, p.units, row_tile + i, place.unit, lane);
+    multiply_steps(d, r, steps, warp, lane, unpack, packed_rows);
     dependencies_wait();  // h
     Row rows[2 * TILES];
     bool whole = true;
@@ -354,7 +357,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) middle(const __grid_con
     }
     barrier_inits_visible();
   }
-  fill_table(memory, thread, THREADS);
+  fill_table(memory, p.side, thread, THREADS);
   __syncthreads();
   cluster_arrive();
   if (warp >= WARPS) {

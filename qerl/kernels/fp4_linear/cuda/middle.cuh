@@ -10,7 +10,7 @@ struct MiddleParams {
   TensorMap tile_map;  // 8-byte words [row tiles, units * words of a tile], boxes of ROW_TILES tiles
   void* out;           // bfloat16 or float32 [m, n]
   const u16* bias;
-  const float* global_scale;  // or null, where the format has none
+  const float* side;  // of the format: divisors of NVFP4's segments, what doubly quantized scales need, or null
   const u16* h;      // bfloat16 [m, ranks]
   float4* partials;  // [2 * blocks][TILES][COLUMNS][CONSUMERS]
   u32* counters;     // [tiles * CLUSTER], zeros between launches
@@ -78,7 +78,7 @@ __device__ __forceinline__ void load_rows(const MiddleParams& p, int row, Row (&
     int segment = 0;
 #pragma unroll
     for (int s = 0; s < 3; ++s) segment += s + 1 < p.segments && r >= p.segment_stop[s];
-    divisors[i] = row_divisor(p.global_scale, segment);
+    divisors[i] = row_divisor(p.side, segment);
     bias[i] = p.bias != nullptr ? p.bias[r] : 0;
     rows[i].scale = 1;
 #pragma unroll

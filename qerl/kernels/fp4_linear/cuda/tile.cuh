@@ -34,6 +34,12 @@ __device__ __forceinline__ uint2 load_shared_8(u32 address) {
   return v;
 }
 
+__device__ __forceinline__ u16 load_shared_2(u32 address) {
+  u16 v;
+  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(address) : "memory");
+  return v;
+}
+
 __device__ __forceinline__ u32 load_shared_4(u32 address) {
   u32 v;
   asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
