@@ -42,7 +42,7 @@ FEW_ROWS = (1, 8, 64, 256, 2048)
 RANK_ROWS = (8, 64)
 CACHE_BYTES = 60e6
 LARGEST_ERROR = 3.5e-3
-ROUNDED_WEIGHTS = {"nf4": 4.5e-3}
+ROUNDED_WEIGHTS = {"nf4": 4.5e-3, "nf4_dq": 4.5e-3}
 """Of formats whose weights the kernels round."""
 MOST_CHECKED = 1 + max(regimes.MIDDLE_ROWS, regimes.DECODE_ROWS_WITHOUT_MIDDLE)
 """Rows of x of a check, at most: the fewest that the dense regime has for every weight, so that no regime is above them."""
