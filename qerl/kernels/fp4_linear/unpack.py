@@ -1,5 +1,5 @@
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-"""NF4 that has no tiles (doubly quantized scales, or blocks that straddle rows) to a dense matrix in one pass: the bytes are read once, the values
+"""NF4 that has no tiles (blocks straddle rows) to a dense matrix in one pass: the bytes are read once, the values
 written once. Tiles have `dense.dequantize_tiles`.
 
 The values are those of the formats' own `dequantize`, to the bit: a code's value times its scale in float32, then cast.
