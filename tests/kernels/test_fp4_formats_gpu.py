@@ -101,7 +101,8 @@ def test_every_number_of_rows_multiplies_with_the_same_weight(name, rank, shape)
     if shape >= len(shapes(name)):
         pytest.skip("NF4's blocks straddle these rows")
     segments, d_in = shapes(name)[shape]
-    weight = weight_of(name, segments, d_in)
+    # Beside adapters of one size: cuBLAS may round a sum of them and a part of a small product once more.
+    weight = weight_of(name, segments, d_in, spread=rank == 0)
     tiled = get_format(name).for_device(weight)
     parts = adapters_of(segments, d_in, rank) if rank else []
     bias = cuda(sum(segments), seed=9)
