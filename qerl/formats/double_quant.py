@@ -84,7 +84,7 @@ def kernel_groups(tensors: Mapping[str, Tensor], segments: Sequence[int], blocks
     """What the CUDA kernels read beside `absmax_codes`, of projections of so many rows, each of `blocks` blocks: float32 and, first, int32,
 
     4 stops of segments, the last for those that there are not; 4 numbers that, added to row * blocks, give 256 times the first group of
-    the segment for its first row; the 256 values of MAP; scale and offset of each group
+    the segment for its first row; the 256 values of MAP; scale and offset of each group, and zeros for one more, which may be read
     """
     scales, offsets = tensors["absmax_scales"], tensors["absmax_offset"]
     counts = [-(-rows * blocks // GROUP) for rows in segments]
@@ -96,12 +96,14 @@ def kernel_groups(tensors: Mapping[str, Tensor], segments: Sequence[int], blocks
     repeats = torch.tensor(counts, device=scales.device)
     offset_G = torch.repeat_interleave(offsets, repeats, output_size=len(scales))
     pairs = torch.stack((scales, offset_G), dim=1).view(-1)
-    return torch.cat((numbers.view(torch.float32).to(scales.device), _map(scales.device), pairs))
+    return torch.cat((numbers.view(torch.float32).to(scales.device), _map(scales.device), pairs, pairs.new_zeros(2)))
 
 
 def from_kernel_groups(groups: Tensor, segments: Sequence[int], blocks: int) -> dict[str, Tensor]:
     """`absmax_scales` and `absmax_offset` again."""
-    scales_G, offset_G = groups[2 * KERNEL_SEGMENTS + 256 :].view(-1, 2).T.clone(memory_format=torch.contiguous_format)
+    scales_G, offset_G = (
+        groups[2 * KERNEL_SEGMENTS + 256 : -2].view(-1, 2).T.clone(memory_format=torch.contiguous_format)
+    )
     firsts = list(accumulate((-(-rows * blocks // GROUP) for rows in segments[:-1]), initial=0))
     return {"absmax_scales": scales_G.clone(), "absmax_offset": offset_G[firsts]}
 

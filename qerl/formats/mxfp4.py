@@ -7,7 +7,7 @@ Stored tensors (P = d_in padded to a multiple of 32, with zeros):
     packed        uint8  [d_out, P / 2]     even element in the low nibble
     block_scales  uint8  [d_out, P / 32]    e
 
-On a CUDA device `for_device` replaces both by `tiles`, the same numbers in the order of `qerl.formats.tiles`.
+On a CUDA device `for_device` replaces both by `tiles`, the same numbers in the order of `qerl.formats.tiles`, if no scale is above 2.
 
 The exponent is rounded "EVEN", as compressed-tensors and torchao's mode of that name do: the block's largest magnitude is
 rounded up to the next power of two from 1.75 times a power of two on, and down otherwise; that power, divided by 4, is the
@@ -34,7 +34,7 @@ from torch import Tensor
 
 from qerl.errors import FormatError
 from qerl.formats import e2m1
-from qerl.formats.base import BlockScales, PackLayout
+from qerl.formats.base import BlockScales, PackedWeight, PackLayout
 from qerl.formats.e2m1_blocks import E2m1Format
 from qerl.formats.tiles import TileLayout
 
@@ -43,6 +43,10 @@ BIAS = 127
 # The largest exponent whose product with 6 is a finite float32.
 _LARGEST_BYTE = 125 + BIAS
 _OFFSETS = (-1, 1, -2)
+
+# In tiles: what makes the exponent of the bfloat16 2^(e - 1), which a code that stands for q * 2^-126 is multiplied by; and the largest e that has one.
+_TILE_OFFSET = 126
+_LARGEST_IN_TILES = 128
 
 _MANTISSA_BITS = 23
 # Added to the bits of a float it carries into the exponent from mantissa 1.75 on.
@@ -88,10 +92,14 @@ class Mxfp4Format(E2m1Format):
 
     def tile_scales(self, codes_OI: Tensor, scales_OB: Tensor) -> Tensor:
         del codes_OI  # stay as they are
-        return scales_OB + 1
+        return scales_OB + _TILE_OFFSET
 
     def natural_scales(self, stored_OB: Tensor) -> Tensor:
-        return stored_OB - 1
+        return stored_OB - _TILE_OFFSET
+
+    def tileable(self, packed: PackedWeight) -> bool:
+        """All scales are at most 2, as those of real weights are by far. The first call waits for the device."""
+        return packed.order == "tiles" or int(packed.tensors["block_scales"].max()) <= _LARGEST_IN_TILES
 
     def check_stored(self, tensors: Mapping[str, Tensor], name: str) -> None:
         largest = int(tensors["block_scales"].max())

@@ -27,7 +27,7 @@ bytes and, in a rotation, the last come to bits 7..14 by a shift of whole bytes,
     nvfp4  4 bytes   of blocks of 16: 5 bits of exponent and 3 of mantissa, 8 (exponent + 22) + mantissa. Every positive E4M3 number has one, the
                      subnormal ones too, and it expands to a bfloat16 by a shift. Zero has none: a block whose scale is zero gets codes of
                      zero instead. That, and the sign of a negative scale (moved to its codes), is all that the way back does not restore.
-    mxfp4  2 bytes   of blocks of 32: e + 1, so that a shift makes a normal bfloat16 of it; 0 beyond the weight
+    mxfp4  2 bytes   of blocks of 32: e + 126, so that a shift makes the bfloat16 2^(e - 1); 0 beyond the weight
     nf4    4 bytes   of the one block: its absmax, float32; with double quantization 1 byte, the code of it
 """
 

@@ -42,7 +42,7 @@ def test_the_way_back_restores_every_byte(name, shape):
 def test_real_shapes_are_stored_without_a_byte_more(name):
     weight, fmt = weight_of(48, 3584, name=name), get_format(name)
     # Beside doubly quantized scales stand the values of their codes, and an offset for each group.
-    beside = 4 * (8 + 256 + 11 - 1) if name == "nf4_dq" else 0
+    beside = 4 * (8 + 256 + 11 - 1 + 2) if name == "nf4_dq" else 0
     assert fmt.tiled(weight).nbytes() - beside == weight.nbytes() == fmt.nbytes(weight.shape)
 
 
@@ -141,7 +141,7 @@ def absmax_of(groups: torch.Tensor, row: int, units: int, unit: int, code: int) 
     row = min(row, numbers[3] - 1)
     segment = sum(row >= stop for stop in numbers[:3])
     group = (row * units + unit + numbers[4 + segment]) >> 8
-    scale, offset = groups[264:].view(-1, 2)[group]
+    scale, offset = groups[264:-2].view(-1, 2)[group]
     return (groups[8 + code] * scale + offset).view(1)
 
 
@@ -159,7 +159,7 @@ def read_as_the_kernel_does(tiled: torch.Tensor, name: str, groups: torch.Tensor
                 if name == "nvfp4":
                     value *= 128 * bf16(0x7000 | int(scales[g, h, j]) << 4)
                 elif name == "mxfp4":
-                    value *= bf16(0x7E00) * bf16(int(scales[g, h, j // 2]) << 7)
+                    value *= bf16(int(scales[g, h, j // 2]) << 7)
                 elif name == "nf4":
                     value = nf4_value(value, scales[g, h].contiguous().view(torch.float32))
                 else:
@@ -205,12 +205,15 @@ def test_every_exponent_of_mxfp4_is_exact():
     weight = fmt.quantize(torch.randn(16, 64))
     codes = torch.arange(16, dtype=torch.uint8)
     weight.tensors["packed"][:] = (codes[0::2] | codes[1::2] << 4).repeat(4)
-    for first in range(0, 253, 32):
-        scales = torch.arange(first, first + 32).clamp(max=252).to(torch.uint8).view(16, 2)
+    for first in range(0, 129, 32):
+        scales = torch.arange(first, first + 32).clamp(max=128).to(torch.uint8).view(16, 2)
         weight = replace(weight, tensors={**weight.tensors, "block_scales": scales})
         exact = dequantize(weight, torch.float64)
         assert torch.equal(read_as_the_kernel_does(fmt.tiled(weight).tensors["tiles"], "mxfp4"), exact)
         assert torch.equal(exact.bfloat16().double(), exact)
+        assert torch.equal(fmt.natural(fmt.tiled(weight)).tensors["block_scales"], scales)
+    weight.tensors["block_scales"][3, 1] = 129
+    assert not fmt.tileable(weight)
 
 
 def test_the_codebook_of_the_kernels_is_the_formats(request):

@@ -127,10 +127,11 @@ def test_every_exponent_of_mxfp4():
     codes = torch.randint(0, 256, (64, 32), dtype=torch.uint8, device="cuda")
     for exponent in range(253):
         scales = torch.full((64, 2), exponent, dtype=torch.uint8, device="cuda")
-        scales[:, 1] = 252 - exponent
+        scales[:, 1] = 128 - exponent if exponent <= 128 else 252 - exponent
         weight = replace(weight, tensors={"packed": codes, "block_scales": scales})
         tiled = fmt.for_device(weight)
-        for block, own in ((slice(0, 32), exponent), (slice(32, 64), 252 - exponent)):
+        assert (tiled.order == "tiles") == (exponent <= 128)
+        for block, own in ((slice(0, 32), exponent), (slice(32, 64), int(scales[0, 1]))):
             for rows in (3, 100):
                 x = torch.zeros(rows, 64, dtype=torch.bfloat16, device="cuda")
                 x[:, block] = (cuda(rows, 32, seed=exponent).float() * 2.0 ** ((127 - own) // 2)).bfloat16()

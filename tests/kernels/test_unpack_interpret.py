@@ -1,4 +1,4 @@
-"""The one-pass unpacking of NF4 without tiles in the interpreter: the bits of the format's own dequantization."""
+"""The one-pass unpacking of MXFP4 and NF4 without tiles in the interpreter: the bits of the formats' own dequantization."""
 
 import pytest
 import torch
@@ -22,3 +22,12 @@ def test_the_values_are_those_of_the_format(name, segments, d_in):
     weight = fmt.quantize(dense, segments=segments)
     out = unpack(weight, torch.full(weight.shape, torch.nan))
     assert torch.equal(out, fmt.dequantize(weight))
+
+
+def test_every_code_and_every_exponent_of_mxfp4():
+    fmt = get_format("mxfp4")
+    weight = fmt.quantize(torch.randn(255, 64))
+    codes = torch.arange(16, dtype=torch.uint8)
+    weight.tensors["packed"][:] = ((codes[:, None] << 4) | codes[None, :]).flatten()[:32]
+    weight.tensors["block_scales"][:] = torch.arange(255, dtype=torch.uint8)[:, None].clamp(max=252)
+    assert torch.equal(unpack(weight, torch.empty(weight.shape)), fmt.dequantize(weight))

@@ -1,4 +1,4 @@
-"""The packed linear layer on a CUDA device. What runs is chosen by the number of rows of x (`regimes`, README.md); NF4 that has no
+"""The packed linear layer on a CUDA device. What runs is chosen by the number of rows of x (`regimes`, README.md); a weight that has no
 tiles is always dequantized in one pass and multiplied by cuBLAS.
 
 Unquantized weights, other compute types and a dense copy of the caller's go through the plain products of `reference`.

@@ -116,7 +116,7 @@ __device__ __forceinline__ Pairs look_up(u32 word, Unpacker) { return word; }
 
 typedef u32 ScaleBytes;
 
-// Of a row's two blocks of 32, 2^(e - 126) in both halves.
+// Of a row's two blocks of 32, 2^(e - 1) in both halves.
 struct Scales {
   u32 low[2], high[2];
 };
@@ -130,12 +130,12 @@ __device__ __forceinline__ Scales expand_scales(ScaleBytes bytes, Unpacker, Rows
   return s;
 }
 
-// The weight itself, exact. A bfloat16 has not the range for one factor: 2^125 makes q / 2 of the code, a normal number.
+// The weight itself, exact.
 template <int J>
 __device__ __forceinline__ void dequantize_step(Pairs word, const Scales& s, u32 (&a)[4]) {
   e2m1_fields(word, a);
 #pragma unroll
-  for (int i = 0; i < 4; ++i) a[i] = multiply_bf16x2(multiply_bf16x2(a[i], 0x7E007E00u), (i & 1) ? s.high[J / 2] : s.low[J / 2]);
+  for (int i = 0; i < 4; ++i) a[i] = multiply_bf16x2(a[i], (i & 1) ? s.high[J / 2] : s.low[J / 2]);
 }
 
 #else
@@ -203,6 +203,7 @@ typedef u16 ScaleBytes;  // codes of the two rows' absmax
 struct Rows {
   const float2* groups;
   int low, high;  // the next blocks of rows g and g + 8
+  float2 low_group, high_group;
 };
 
 __device__ __forceinline__ int block_of(const int* side, int units, int row, int unit) {
@@ -215,8 +216,9 @@ __device__ __forceinline__ int block_of(const int* side, int units, int row, int
 
 __device__ __forceinline__ Rows rows_of(const float* side, int units, int row_tile, int unit, int lane) {
   const int* numbers = reinterpret_cast<const int*>(side);
-  const int row = 16 * row_tile + (lane >> 2);
-  return {reinterpret_cast<const float2*>(side + SIDE_GROUPS), block_of(numbers, units, row, unit), block_of(numbers, units, row + 8, unit)};
+  const int row = 16 * row_tile + (lane >> 2), low = block_of(numbers, units, row, unit), high = block_of(numbers, units, row + 8, unit);
+  const float2* groups = reinterpret_cast<const float2*>(side + SIDE_GROUPS);
+  return {groups, low, high, __ldg(groups + (low >> 8)), __ldg(groups + (high >> 8))};
 }
 
 #endif
@@ -243,18 +245,18 @@ __device__ __forceinline__ Scales expand_scales(ScaleBytes bytes, Unpacker, Rows
 
 #else
 
-__device__ __forceinline__ u32 absmax_of(u32 code, int block, Unpacker u, const Rows& rows) {
-  const float2 group = __ldg(rows.groups + (block >> 8));
+// And goes on to the next block, which may have the next group's scale; there is none behind the last one's.
+__device__ __forceinline__ u32 absmax_of(u32 code, int& block, float2& group, const Rows& rows, Unpacker u) {
   const float value = __uint_as_float(load_shared_4(u.table + PAIR_BYTES + 4 * code));
-  return __float_as_uint(__fadd_rn(__fmul_rn(value, group.x), group.y));
+  const u32 absmax = __float_as_uint(__fadd_rn(__fmul_rn(value, group.x), group.y));
+  if ((++block & 255) == 0) group = __ldg(rows.groups + (block >> 8));
+  return absmax;
 }
 
 __device__ __forceinline__ Scales expand_scales(ScaleBytes bytes, Unpacker u, Rows& rows) {
   Scales s;
-  split(absmax_of(bytes & 0xFF, rows.low, u, rows), s.low_first, s.low_rest);
-  split(absmax_of(bytes >> 8, rows.high, u, rows), s.high_first, s.high_rest);
-  ++rows.low;
-  ++rows.high;
+  split(absmax_of(bytes & 0xFF, rows.low, rows.low_group, rows, u), s.low_first, s.low_rest);
+  split(absmax_of(bytes >> 8, rows.high, rows.high_group, rows, u), s.high_first, s.high_rest);
   return s;
 }
 
