@@ -19,8 +19,7 @@ code (sign s, exponent EE, mantissa M) stand where a left shift by 0, 3 or 6 and
     code     0  3  3  1  3  3  2  0  0  0  1  1  1  2  2  2        code = h + 2 e
     field    s  E  E  s  s  M  s  E  E  M  E  E  M  E  E  M
 
-**NF4 codes.** The 32 bits are four bytes h + 2 e, each two codes (u = 0 in the low nibble) that are looked up together, rotated left by 7: the first three
-bytes and, in a rotation, the last come to bits 7..14 by a shift of whole bytes, where a byte is the offset of a table with 128 bytes for each pair.
+**NF4 codes.** The 32 bits are four bytes h + 2 e, each two codes (u = 0 in the low nibble) that are looked up together.
 
 **Scales**, for each row of a tile:
 
@@ -199,17 +198,13 @@ def _split_fields(words: Tensor) -> Tensor:
 
 
 def _join_pairs(fields: Tensor) -> Tensor:
-    """int32 words of NF4 codes [4, 2 N], neighbors a byte."""
-    data = (fields[:, 0::2] | (fields[:, 1::2] << 4)).to(torch.int64)
-    word = data[0] | (data[1] << 8) | (data[2] << 16) | (data[3] << 24)
-    return ((word << 7) | (word >> 25)).to(torch.int32)
+    """uint8 [N, 4] of NF4 codes [4, 2 N], neighbors a byte."""
+    return (fields[:, 0::2] | (fields[:, 1::2] << 4)).T.contiguous()
 
 
 def _split_pairs(words: Tensor) -> Tensor:
-    """uint8 NF4 codes [4, 2 N] of words."""
-    word = words.view(torch.int32).view(-1).to(torch.int64) & 0xFFFFFFFF
-    word = (word >> 7) | (word << 25)
-    data = torch.stack([(word >> shift) & 0xFF for shift in (0, 8, 16, 24)]).to(torch.uint8)
+    """uint8 NF4 codes [4, 2 N] of bytes."""
+    data = words.view(-1, 4).T
     return torch.stack((data & 15, data >> 4), dim=2).view(4, -1)
 
 

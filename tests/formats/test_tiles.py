@@ -122,8 +122,8 @@ def nf4_registers(word: int) -> tuple[int, ...]:
     codebook = (torch.tensor(QUANTILES, dtype=torch.float64) * CODEBOOK_SCALE).float().bfloat16()
     bits = [value & 0xFFFF for value in codebook.view(torch.int16).tolist()]
     found = []
-    for shifted in (word, word >> 8, word >> 16, word << 8 | word >> 24):
-        pair = (shifted & 0x7F80) >> 7
+    for shift in (0, 8, 16, 24):
+        pair = word >> shift & 0xFF
         found.append(bits[pair & 15] | bits[pair >> 4] << 16)
     return tuple(found)
 

@@ -129,7 +129,7 @@ def find(space: Workspace, rows: int, weight: PackedWeight, ranks: int) -> Geome
                 clusters=lambda cluster: _clusters(space, cluster),
                 limit=space.shared_limit,
                 tile_bytes=tile.tile_bytes,
-                table_bytes=tile.table_bytes,
+                table_bytes=tile.table_bytes(_stride(columns)),
             )
         if (found := space.geometries[key]) is not None:
             return found
@@ -146,10 +146,15 @@ def _clusters(space: Workspace, cluster: int) -> int:
     return space.resident_clusters(launch)
 
 
+def _stride(columns: int) -> int:
+    """Bytes from one pair of codes to the next; there is room for the faster table beside few rows of x."""
+    return 256 if columns == 1 else 128
+
+
 def macros(shape: Geometry, name: str) -> dict[str, int]:
     """Compile-time constants of the kernel for the format called `name`."""
     return {
-        "FORMAT": TILED[name].number,
+        **TILED[name].macros(_stride(shape.columns)),
         "NT": shape.columns,
         "WARPS": geometry.warps(shape.columns),
         "CLUSTER": shape.cluster,

@@ -34,6 +34,7 @@ from qerl.kernels.fp4_linear.workspace import SCALE_BASE, compiled, workspace
 _BLOCKS_A_MULTIPROCESSOR, _BLOCKS_WITH_TABLE = 8, 4
 _THREADS = 256
 _STAGED_BYTES = _THREADS // 32 * 16 * 144
+_STRIDE = 128
 _WIDE_TOKENS = 8192
 """Tokens of one product with adapters as columns, at most: x is copied for it."""
 _BYTES_AN_OPERATION = 1 / 190
@@ -224,7 +225,7 @@ def unpacked_rows(weight: PackedWeight, start: int, stop: int) -> Tensor:
 
 def macros(name: str) -> dict[str, int]:
     """Compile-time constants of cuda/dequantize.cu for the format called `name`."""
-    return {"FORMAT": TILED[name].number}
+    return TILED[name].macros(_STRIDE)
 
 
 def divisors(weight: PackedWeight) -> Tensor:
@@ -241,11 +242,11 @@ def dequantize_tiles(weight: PackedWeight, out_OI: Tensor) -> Tensor:
     row_tiles, units, _ = tiles.shape
     space = workspace(weight.device)
     tile = TILED[weight.format]
-    most = space.multiprocessors * (_BLOCKS_WITH_TABLE if tile.table_bytes else _BLOCKS_A_MULTIPROCESSOR)
+    most = space.multiprocessors * (_BLOCKS_WITH_TABLE if tile.looks_up else _BLOCKS_A_MULTIPROCESSOR)
     launch = Launch(
         grid=min(-(-row_tiles * units * 32 // _THREADS), most),
         block=_THREADS,
-        shared=_STAGED_BYTES + tile.table_bytes,
+        shared=_STAGED_BYTES + tile.table_bytes(_STRIDE),
     )
     params = _Params(
         tiles.data_ptr(),

@@ -95,6 +95,11 @@ class Shape:
         return TILED[self.format].tile_bytes
 
     @property
+    def stride(self) -> int:
+        """Bytes from one pair of codes to the next, where they are looked up."""
+        return 256 if self.tokens <= NARROW else 128
+
+    @property
     def stage_bytes(self) -> int:
         """Bytes of a step in the ring."""
         return -(-(128 * self.tokens + self.tile_bytes * self.block_rows // 16) // 1024) * 1024
@@ -117,7 +122,7 @@ class Shape:
     @property
     def shared(self) -> int:
         """Bytes of dynamic shared memory."""
-        return TILED[self.format].table_bytes + self.stages * self.stage_bytes + 1024
+        return TILED[self.format].table_bytes(self.stride) + self.stages * self.stage_bytes + 1024
 
     @property
     def launch(self) -> Launch:
@@ -279,7 +284,7 @@ __device__ __forceinline__ void multiply(float (&d)[{count}], const u32 (&a)[4],
 def macros(shape: Shape) -> dict[str, int]:
     """Compile-time constants of cuda/middle.cu."""
     return {
-        "FORMAT": TILED[shape.format].number,
+        **TILED[shape.format].macros(shape.stride),
         "TOKENS": shape.tokens,
         "TILES": shape.tiles,
         "GROUPS": shape.groups,

@@ -16,24 +16,33 @@ class Tiled:
     """Value of the macro FORMAT."""
     tile_bytes: int
     """Bytes of a tile."""
-    table_bytes: int
-    """Shared memory of a block that the table of codes takes."""
+    looks_up: bool
+    """Pairs of codes are looked up."""
+    beside_table: int
+    """Shared memory of a block for what stands behind the table."""
     divisor: float
     """What sums with V are divided by, where the format stores no divisor."""
 
+    def macros(self, stride: int) -> dict[str, int]:
+        """Compile-time constants of cuda/format.cuh; pairs of codes are `stride` bytes apart, 128 or 256, where they are looked up."""
+        return {"FORMAT": self.number} | ({"PAIR_STRIDE": stride} if self.looks_up else {})
 
-def _tiled(name: str, number: int, table_bytes: int = 0) -> Tiled:
+    def table_bytes(self, stride: int) -> int:
+        """Shared memory of a block that the table takes."""
+        return 256 * stride + self.beside_table if self.looks_up else 0
+
+
+def _tiled(name: str, number: int, beside_table: int = 0) -> Tiled:
     fmt = get_format(name)
     assert isinstance(fmt, TiledFormat), name
-    return Tiled(number, fmt.tile_layout.tile_bytes, table_bytes, fmt.tile_divisor)
+    layout = fmt.tile_layout
+    return Tiled(number, layout.tile_bytes, layout.pairs, beside_table, fmt.tile_divisor)
 
-
-_PAIRS = 256 * 128
 
 TILED = {
     "nvfp4": _tiled("nvfp4", 0),
     "mxfp4": _tiled("mxfp4", 1),
-    "nf4": _tiled("nf4", 2, _PAIRS),
-    "nf4_dq": _tiled("nf4_dq", 3, _PAIRS + 1024),
+    "nf4": _tiled("nf4", 2),
+    "nf4_dq": _tiled("nf4_dq", 3, 1024),
 }
 """By name of the format."""

@@ -17,6 +17,9 @@
 #ifndef FORMAT
 #error "FORMAT names the format of the weights"
 #endif
+#ifndef PAIR_STRIDE
+#define PAIR_STRIDE 128  // bytes from one pair of NF4 codes to the next in the table: 128, or 256, which is faster
+#endif
 
 constexpr int TILE_CODES = 512;
 
@@ -140,7 +143,7 @@ __device__ __forceinline__ void dequantize_step(Pairs word, const Scales& s, u32
 
 #else
 
-constexpr int PAIR_BYTES = 256 * 128;
+constexpr int PAIR_BYTES = 256 * PAIR_STRIDE;
 #if FORMAT == NF4
 constexpr int TILE_BYTES = 576;
 constexpr int TABLE_BYTES = PAIR_BYTES;
@@ -160,12 +163,12 @@ __constant__ u16 CODEBOOK[16] = {0xBF38, 0xBF00, 0xBEC1, 0xBE91, 0xBE51, 0xBE08,
 // block, the values of codes, and scale and offset of each group of 256 blocks.
 constexpr int SIDE_STOP = 0, SIDE_START = 4, SIDE_MAP = 8, SIDE_GROUPS = SIDE_MAP + 256;
 
-// A table of all pairs of codes in shared memory, once for each lane, so that lookups meet no conflict of banks.
+// A table of all pairs of codes in shared memory, once for each lane, so that lookups meet no conflict of banks; 128 bytes for each pair, PAIR_STRIDE apart.
 __device__ __forceinline__ void fill_table(u8* table, const float* side, int thread, int threads) {
-  for (int i = thread; i < PAIR_BYTES / 16; i += threads) {
+  for (int i = thread; i < 256 * 8; i += threads) {
     const int byte = i >> 3;
     const u32 pair = CODEBOOK[byte & 15] | static_cast<u32>(CODEBOOK[byte >> 4]) << 16;
-    reinterpret_cast<uint4*>(table)[i] = make_uint4(pair, pair, pair, pair);
+    *reinterpret_cast<uint4*>(table + byte * PAIR_STRIDE + (i & 7) * 16) = make_uint4(pair, pair, pair, pair);
   }
 #if FORMAT == NF4_DQ
   for (int i = thread; i < 256; i += threads) reinterpret_cast<float*>(table + PAIR_BYTES)[i] = side[SIDE_MAP + i];
@@ -178,9 +181,16 @@ struct Unpacker {
 
 __device__ __forceinline__ Unpacker unpacker(u32, u32 table, int lane) { return {table, 4u * lane}; }
 
-__device__ __forceinline__ u32 look_up_pair(u32 shifted, Unpacker u) {
-  u32 pair;
-  asm("ld.shared.u32 %0, [%1];" : "=r"(pair) : "r"(u.table + ((shifted & 0x7F80u) | u.lane)));
+// Byte I of a word of codes.
+template <int I>
+__device__ __forceinline__ u32 look_up_pair(u32 word, Unpacker u) {
+  u32 offset, pair;
+  if constexpr (PAIR_STRIDE == 256) {
+    offset = __byte_perm(word, u.lane, 0x7704 | I << 4);  // one instruction
+  } else {
+    offset = ((I == 0 ? word << 7 : word >> (8 * I - 7)) & 0x7F80u) | u.lane;
+  }
+  asm("ld.shared.u32 %0, [%1];" : "=r"(pair) : "r"(u.table + offset));
   return pair;
 }
 
@@ -189,7 +199,7 @@ struct Pairs {
 };
 
 __device__ __forceinline__ Pairs look_up(u32 word, Unpacker u) {
-  return {{look_up_pair(word, u), look_up_pair(word >> 8, u), look_up_pair(word >> 16, u), look_up_pair(__funnelshift_l(word, word, 8), u)}};
+  return {{look_up_pair<0>(word, u), look_up_pair<1>(word, u), look_up_pair<2>(word, u), look_up_pair<3>(word, u)}};
 }
 
 #if FORMAT == NF4
