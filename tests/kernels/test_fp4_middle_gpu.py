@@ -98,7 +98,7 @@ def test_tiles_may_be_shared_in_any_way(monkeypatch, blocks, tiles, cluster):
 
     def chosen(*arguments):
         shape = replace(choose(*arguments), tiles=tiles, cluster=cluster, stages=0, blocks=0)
-        return replace(middle.with_blocks(shape, *arguments), blocks=blocks)
+        return replace(middle.with_blocks(shape, *arguments[:4]), blocks=blocks)
 
     monkeypatch.setattr(middle, "choose", chosen)
     for rows in (40, 120 if tiles == 2 else 200):
