@@ -138,7 +138,9 @@ def _run_pool(plan: Plan, orders: Orders, deadline: Deadline, say: Say) -> Plan:
 
 
 def _common_part_is_made(plan: Plan) -> bool:
-    """Whether a cell has made its first step: what all cells share, the probe set, is then there to be taken over."""
+    """Whether what all cells share, the probe set, is there: the first cell makes it with its first step."""
+    if RunDir(plan.out).probe_path.exists():
+        return True
     begun = [run for cell in plan.cells if (run := plan.run(cell)).metrics_path.exists()]
     for run in begun:
         share_probe(plan, run)
