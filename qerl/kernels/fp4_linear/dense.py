@@ -218,6 +218,7 @@ def values(
 def unpacked_rows(weight: PackedWeight, start: int, stop: int) -> Tensor:
     """V of output rows [start, stop) of a tiled weight, `start` a multiple of 16: bfloat16, in scratch that the next call overwrites."""
     assert start % ROWS == 0, start
+    assert "groups" not in weight.tensors, "groups of doubly quantized scales are of whole weights"
     tiles = weight.tensors["tiles"][start // ROWS : -(-stop // ROWS)]
     part = replace(weight, shape=(stop - start, weight.shape[1]), tensors={**weight.tensors, "tiles": tiles})
     return dequantize_tiles(part, workspace(weight.device).scratch(*part.shape))
