@@ -27,6 +27,8 @@ WEIGHTS = (
     ((33,), 64),
 )
 ODD = (((20, 13, 7), 100), ((33,), 130), ((17,), 16), ((5, 90), 1056))
+# (index in both, rank of adapters): those of real models with adapters, one of them and the others without.
+CASES = [*((shape, 32) for shape in range(5)), (0, 0), *((shape, 0) for shape in range(5, len(WEIGHTS) + len(ODD)))]
 # Norms: one rounding of the output beside those of NF4's codebook (7.8e-4) and products (1.67e-3).
 ROUNDED_WEIGHTS = {"mxfp4": 1.9e-3, "nf4": 2.9e-3, "nf4_dq": 2.9e-3}
 WEIGHT_ERROR = (1.6e-3, 2.1e-3)
@@ -95,8 +97,7 @@ def test_a_weight_on_the_device_comes_back_byte_for_byte(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("rank", [0, 32])
-@pytest.mark.parametrize("shape", range(len(WEIGHTS) + len(ODD)))
+@pytest.mark.parametrize(("shape", "rank"), CASES)
 def test_every_number_of_rows_multiplies_with_the_same_weight(name, rank, shape):
     if shape >= len(shapes(name)):
         pytest.skip("NF4's blocks straddle these rows")
@@ -121,12 +122,12 @@ def test_every_number_of_rows_multiplies_with_the_same_weight(name, rank, shape)
             assert error(y, exact_product(x, exact_OI, bias, parts)) < ROUNDED_WEIGHTS[name]
 
 
-def test_every_exponent_of_mxfp4():
-    """Blocks of all exponents and all codes, one after the other, with activations that bring the outputs into the range of bfloat16."""
+def test_exponents_of_mxfp4_from_the_smallest_to_the_largest():
+    """Blocks of such exponents and all codes, one after the other, with activations that bring the outputs into the range of bfloat16."""
     fmt = get_format("mxfp4")
     weight = weight_of("mxfp4", (64,), 64)
     codes = torch.randint(0, 256, (64, 32), dtype=torch.uint8, device="cuda")
-    for exponent in range(253):
+    for exponent in (*range(0, 253, 11), 1, 126, 127, 128, 129, 252):
         scales = torch.full((64, 2), exponent, dtype=torch.uint8, device="cuda")
         scales[:, 1] = 128 - exponent if exponent <= 128 else 252 - exponent
         weight = replace(weight, tensors={"packed": codes, "block_scales": scales})
