@@ -138,8 +138,9 @@ def _run_pool(plan: Plan, orders: Orders, deadline: Deadline, say: Say) -> Plan:
 
 
 def _common_part_is_made(plan: Plan) -> bool:
-    """Whether what all cells share, the probe set, is there: the first cell makes it with its first step."""
-    if RunDir(plan.out).probe_path.exists():
+    """Whether what all cells share, the probe set, is there, or none asks for it: the first cell makes it with its first step."""
+    asked = any(cell.config is not None and cell.config.diagnostics.every for cell in plan.cells)
+    if not asked or RunDir(plan.out).probe_path.exists():
         return True
     begun = [run for cell in plan.cells if (run := plan.run(cell)).metrics_path.exists()]
     for run in begun:
