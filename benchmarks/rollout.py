@@ -95,7 +95,8 @@ def floor_ms(model: Decoder, sequences: int, context: float) -> float:
             numbers = sum(a.numel() + b.numel() for a, b in linear.lora.matrices().values())
             seconds += max(2 * numbers / BANDWIDTH, 2 * numbers * sequences / COMPUTE)
     head = spec.vocab_size * spec.hidden_size
-    seconds += max(2 * head / BANDWIDTH, 2 * head * sequences / COMPUTE)
+    head_bytes = 2 * head if model.packed_head is None else model.packed_head.nbytes()
+    seconds += max(head_bytes / BANDWIDTH, 2 * head * sequences / COMPUTE)
     seconds += 4 * spec.num_layers * spec.kv_size * context * sequences / BANDWIDTH
     return 1e3 * seconds
 
@@ -238,6 +239,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--size", default="7B")
     parser.add_argument("--formats", default="nvfp4")
+    parser.add_argument("--head", default="bf16", help="format of the LM head (quant.lm_head)")
     parser.add_argument("--noise", default="off")
     parser.add_argument("--sequences", default="1,8,32,64,128,256")
     parser.add_argument("--rank", type=int, default=32)
@@ -272,6 +274,7 @@ def main() -> None:
             format=format,
             rank=arguments.rank,
             dense_cache=arguments.dense,
+            head=arguments.head,
             device="cpu" if arguments.tiny else "cuda",
         )
         for scope in arguments.noise.split(","):
@@ -280,7 +283,13 @@ def main() -> None:
                 noise = NoiseState(
                     seed=1, rollout=2, stage=1, sigma=0.01, group_size=8, scope=scope, sites=("attn_norm", "mlp_norm")
                 ).materialize(model)
-            head = {"size": arguments.size, "format": format, "noise": scope, "rank": arguments.rank}
+            head = {
+                "size": arguments.size,
+                "format": format,
+                "head": arguments.head,
+                "noise": scope,
+                "rank": arguments.rank,
+            }
             for sequences in map(int, filter(None, arguments.sequences.split(","))):
                 if time.perf_counter() - started < arguments.seconds:
                     add({**head, **steps(model, noise, sequences, calls=arguments.calls, bare=arguments.bare)})

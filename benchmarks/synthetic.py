@@ -63,10 +63,11 @@ def random_model(
     format: str = "nvfp4",
     rank: int = 32,
     dense_cache: bool = False,
+    head: str = "bf16",
     dtype: torch.dtype = torch.bfloat16,
     device: torch.device | str = "cuda",
 ) -> Decoder:
-    """A decoder with random weights, packed as ``format``, and adapters (B not zero) on all seven projections.
+    """A decoder with random weights, packed as ``format``, with a head in format ``head``, and adapters (B not zero) on all seven projections.
 
     The weights of one layer are drawn and packed; the others are copies with memory of their own.
     """
@@ -115,13 +116,13 @@ def random_model(
                 train_norms=True,
             )
         )
-    return Decoder(
-        spec,
-        embed_tokens=normal(spec.vocab_size, spec.hidden_size),
-        layers=layers,
-        final_norm=norm(spec.hidden_size),
-        lm_head=None if spec.tie_embeddings else normal(spec.vocab_size, spec.hidden_size),
-    )
+    embed_tokens = normal(spec.vocab_size, spec.hidden_size)
+    lm_head: Tensor | PackedWeight | None = None
+    if not spec.tie_embeddings or head != "bf16":
+        lm_head = embed_tokens if spec.tie_embeddings else normal(spec.vocab_size, spec.hidden_size)
+    if head != "bf16" and lm_head is not None:
+        lm_head = get_format(head).for_device(get_format(head).quantize(lm_head))
+    return Decoder(spec, embed_tokens=embed_tokens, layers=layers, final_norm=norm(spec.hidden_size), lm_head=lm_head)
 
 
 def _copy(weight: PackedWeight) -> PackedWeight:

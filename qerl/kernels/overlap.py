@@ -8,7 +8,6 @@ waits until everything before is done and visible, so the order of reads and wri
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch
@@ -16,18 +15,35 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+ORDER = 1
 
-@cache
+
 def overlap(device: torch.device) -> dict[str, Any]:
     """Options of a launch: `OVERLAP` for the kernel, and what the driver must be told."""
     if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0):
-        return {"OVERLAP": True, "launch_pdl": True}
-    return {"OVERLAP": False}
+        return {"OVERLAP": ORDER, "launch_pdl": True}
+    return {"OVERLAP": 0}
+
+
+@triton.jit
+def launch_next(OVERLAP: tl.constexpr) -> None:
+    """Let the next kernel take its place on the device, where it stands ready until this one has ended."""
+    if OVERLAP:
+        gdc_launch_dependents()
+
+
+@triton.jit
+def wait(OVERLAP: tl.constexpr) -> None:
+    """Wait until the kernels before this one are done, and what they wrote is visible."""
+    if OVERLAP:
+        gdc_wait()
 
 
 @triton.jit
 def begin(OVERLAP: tl.constexpr) -> None:
-    """Wait for the kernels before this one; then let the next one take its place on the device."""
-    if OVERLAP:
-        gdc_wait()
-        gdc_launch_dependents()
+    """Let the next kernel take its place on the device, and wait for the kernels before this one."""
+    if OVERLAP == 2:
+        launch_next(OVERLAP)
+    wait(OVERLAP)
+    if OVERLAP == 1:
+        launch_next(OVERLAP)

@@ -63,6 +63,7 @@ class Call:
         chunk_tokens: a longer prompt is computed in parts of so many tokens.
         eos_ids: tokens that end an answer.
         ahead: rounds that the device is told before the host looks at the one before them: 0 or 1.
+        together: rows of one prompt read its pages together.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class Call:
         chunk_tokens: int,
         eos_ids: Items[int],
         ahead: int = 0,
+        together: bool = False,
     ):
         self.workspace = workspace
         self.eos_ids = np.array(list(eos_ids))
@@ -101,7 +103,7 @@ class Call:
         self._prefilling: Iterator[None] | None = None
         """What remains to be computed of prompts whose sequences have rows."""
         self._prefill_watch = Stopwatch(workspace.device)
-        workspace.begin(sampling, noise, adapters)
+        workspace.begin(sampling, noise, adapters, together)
         self.steps = 0
         self.stats = {
             "generated_tokens": 0.0,

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence as Items
+from itertools import pairwise
 
 import torch
 
@@ -29,7 +30,7 @@ from qerl.records import Completion, Prompt, SamplingSpec
 from qerl.rollout.call import Call, ProgressCallback
 from qerl.rollout.sampler import check_sampling
 from qerl.rollout.sequence import Answer, Sequence
-from qerl.rollout.workspace import Layout, Workspace
+from qerl.rollout.workspace import TOGETHER_PAGES, Layout, Workspace
 
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512)
 """Rows that a captured step may have; beyond the last, multiples of 128."""
@@ -69,6 +70,8 @@ class Engine:
         graphs: decode steps are captured; by default on CUDA, and only there.
         static_shapes: an answer has the same bits alone, in any batch and in any order: every step has ``max_num_seqs`` rows, every
             prompt is a pass of its own, or several in parts, nothing is preempted, and the cache is paged. Slower.
+        together: in a decode step, answers to one prompt read its pages together, where prompts are long and rows many; never with
+            ``static_shapes``.
 
     Raises:
         ConfigError: a limit below 1, a max_model_len beyond the model's, or graphs on the CPU.
@@ -92,6 +95,7 @@ class Engine:
         graphs: bool | None = None,
         static_shapes: bool = False,
         kv_format: KvFormat = "compute",
+        together: bool = False,
     ):
         limit = model.spec.max_positions
         for name, value in (("max_num_seqs", max_num_seqs), ("prefill_tokens", prefill_tokens), ("window", window)):
@@ -115,6 +119,7 @@ class Engine:
         """Rounds of steps under way when the host looks at the one before them."""
         self.static_shapes = static_shapes
         self.paged = static_shapes or (cuda if paged is None else paged)
+        self.together = together and not static_shapes
         self.expected_tokens = expected_tokens
         if kv_format != "compute" and cuda and torch.cuda.get_device_capability(self.device) < (8, 9):
             raise ConfigError(
@@ -222,6 +227,7 @@ class Engine:
             chunk_tokens=self.chunk_tokens,
             eos_ids=self.tokenizer.eos_ids,
             ahead=self.ahead,
+            together=self._together(sequences),
         )
         answers = call.run(on_progress)
         completions = tuple(
@@ -231,6 +237,12 @@ class Engine:
         seconds = time.perf_counter() - began
         stats = {**call.stats, "seconds": seconds, "tokens_per_second": call.stats["generated_tokens"] / seconds}
         return completions, stats
+
+    def _together(self, sequences: list[Sequence]) -> bool:
+        """Whether prompts are long enough, and most of them answered several times, for their pages to be read together."""
+        tokens = sum(sequence.prompt_length for sequence in sequences)
+        joined = sum(one.prefix == other.prefix for one, other in pairwise(sequences))
+        return self.together and tokens > TOGETHER_PAGES * PAGE_TOKENS * len(sequences) and 2 * joined >= len(sequences)
 
     def release(self) -> None:
         """Give back the memory of keys, values and graphs; the next call makes it anew."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from qerl.kernels.attention import KeySpans, packed_attention
-from qerl.kernels.cached_attention import CacheRows, cached_attention
+from qerl.kernels.cached_attention import CacheRows, SharedPages, cached_attention
 from qerl.kernels.cached_attention.storage import raw, write
 from qerl.model.attention import PackedSequences, Rotary, SampleRows
 
@@ -125,6 +125,7 @@ class DecodeContext:
         samples: whose rows these are, for noise that differs between them.
         table_BN: int32 [B, N], pages of each row; None when row b has page b alone.
         longest: largest of ``lengths_B`` where the host knows it and there is no table: less of the cache is looked at then.
+        shared: pages that are read once for several rows.
     """
 
     def __init__(
@@ -135,11 +136,12 @@ class DecodeContext:
         *,
         table_BN: Tensor | None = None,
         longest: int | None = None,
+        shared: SharedPages | None = None,
     ):
         self.positions_T = lengths_B
         self.samples = samples
         self._cache = cache
-        self._rows = CacheRows(lengths_B, cache.page_tokens, table_BN=table_BN, longest=longest)
+        self._rows = CacheRows(lengths_B, cache.page_tokens, table_BN=table_BN, longest=longest, shared=shared)
 
     def attend(self, layer: int, qkv_BX: Tensor, rotary: Rotary) -> Tensor:
         """Output of attention, [B, H, d]."""

@@ -10,6 +10,7 @@ Shape legend: R rows of the decode batch, B the first of them.
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
+from itertools import pairwise
 
 import numpy as np
 
@@ -29,6 +30,8 @@ class PageBook:
         """Pages that can be held."""
         self.rows: list[list[int]] = [[] for _ in range(rows)]
         self.spare: list[int] = []
+        self.shared = [0] * rows
+        """How many of a row's first pages are full ones of its prompt, which other rows may hold too."""
         self._counts_R = np.zeros(rows, dtype=np.int64)
         self.changed: set[int] = set()
         """Rows whose pages are not those of the device's table any more; emptied by whoever writes it."""
@@ -71,6 +74,7 @@ class PageBook:
             assert not self.rows[row], f"row {row} holds pages"
             (own,) = self._take(1)
             self._set(row, self._hold([*shared, own]))
+            self.shared[row] = full
             if partial and not prefill:
                 copies.append((self.spare[full], own))
         if prefill and keep:
@@ -98,6 +102,7 @@ class PageBook:
         """Take a row's pages away."""
         self._drop(self.rows[row])
         self._set(row, [])
+        self.shared[row] = 0
 
     def drop_spare(self) -> None:
         """Forget the prompt that the spare row keeps."""
@@ -109,6 +114,20 @@ class PageBook:
         assert not self.rows[target], f"row {target} holds pages"
         self._set(target, self.rows[source])
         self._set(source, [])
+        self.shared[target], self.shared[source] = self.shared[source], 0
+
+    def groups(self, most: int, least_pages: int) -> list[list[int]]:
+        """Rows that hold the same first pages, at least so many, two and up to ``most`` of them together, as evenly as they go."""
+        of_page: dict[int, list[int]] = {}
+        for row, count in enumerate(self.shared):
+            if count >= least_pages:
+                of_page.setdefault(self.rows[row][0], []).append(row)
+        groups = []
+        for rows in of_page.values():
+            parts = -(-len(rows) // most)
+            cuts = [index * len(rows) // parts for index in range(parts + 1)]
+            groups += [rows[start:stop] for start, stop in pairwise(cuts) if stop - start > 1]
+        return groups
 
     def _set(self, row: int, pages: list[int]) -> None:
         self.rows[row] = pages

@@ -2,7 +2,7 @@
 
 On CUDA a workspace outlives the calls that use it, since captured steps are bound to its memory; a call only rewrites the contents.
 
-Shape legend: B rows of a step (running ones first), R rows, N pages a row has at most.
+Shape legend: B rows of a step (running ones first), R rows, N pages a row has at most, C groups of rows, M rows of a group.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from qerl.kernels.cached_attention import SharedPages, members_for
 from qerl.model.aqn import Noise, NoiseSource
 from qerl.model.attention import SampleRows
 from qerl.model.decoder import Decoder
@@ -25,6 +26,11 @@ from qerl.rollout.pages import PageBook
 from qerl.rollout.row_noise import DecodeNoise, KeyedDecodeNoise, fits_tables
 from qerl.rollout.row_state import Look, RowState
 from qerl.rollout.sampler import choose
+
+TOGETHER_PAGES = 4
+"""Fewest full pages of a prompt that a kernel reads once for the rows that share them."""
+TOGETHER_ROWS = 16
+"""Fewest rows of a step in which that is done."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,15 +83,21 @@ class Workspace:
         if layout.columns is not None:
             self.table_RN = torch.zeros(layout.rows, layout.columns, dtype=torch.int32, device=device)
             self._lines_RN = np.zeros((layout.rows, layout.columns), dtype=np.int32)
+            self._members = members_for(spec.num_heads, spec.num_kv_heads)
+            self._shared_R = torch.zeros(layout.rows, dtype=torch.int32, device=device)
+            self._groups_CM = torch.full(
+                (max(1, layout.rows // 2), self._members), -1, dtype=torch.int32, device=device
+            )
         self.graphs = GraphPool(device) if layout.graphs else None
         self.noise: NoiseSource | None = None
         self._sources: dict[Hashable, DecodeNoise | KeyedDecodeNoise] = {}
         self._key: Hashable = None
         self._adapters = True
         self._by_sample = False
+        self._together = False
 
-    def begin(self, spec: SamplingSpec, noise: Noise | None, adapters: bool) -> None:
-        """Prepare for a call."""
+    def begin(self, spec: SamplingSpec, noise: Noise | None, adapters: bool, together: bool = False) -> None:
+        """Prepare for a call. ``together``: rows of one prompt that run at the same time read its pages together, where there is a table."""
         self.state.begin(spec)
         # A replayed step reads the copies that products take; what the host does to bring them up to date is not in the graph.
         for linear in self.model.grouped_linears():
@@ -94,7 +106,8 @@ class Workspace:
         self._adapters = adapters
         self._by_sample = noise is not None and noise.by_sample
         self.noise, noise_key = self._noise_source(noise)
-        self._key = (adapters, noise_key, _sampling_class(spec))
+        self._together = together and self.table_RN is not None
+        self._key = (adapters, noise_key, _sampling_class(spec), self._together)
 
     def _noise_source(self, noise: Noise | None) -> tuple[NoiseSource | None, Hashable]:
         """What decode steps read the noise of a call from, and what of it decides which kernels run."""
@@ -125,9 +138,27 @@ class Workspace:
             self._lines_RN[row, : len(pages)] = pages
             self._lines_RN[row, len(pages) :] = 0
         stop = max(book.changed) + 1
-        lines = torch.from_numpy(self._lines_RN[:stop])
-        self.table_RN[:stop].copy_(lines.pin_memory() if self.table_RN.is_cuda else lines, non_blocking=True)
+        self._write(self.table_RN[:stop], self._lines_RN[:stop])
         book.changed.clear()
+        if self._together:
+            self._write_groups(book)
+
+    def _write_groups(self, book: PageBook) -> None:
+        """Bring up to date which rows read which pages together."""
+        groups = book.groups(self._members, TOGETHER_PAGES)
+        pages_R = np.zeros(len(self._shared_R), dtype=np.int32)
+        groups_CM = np.full(self._groups_CM.shape, -1, dtype=np.int32)
+        for index, rows in enumerate(groups):
+            groups_CM[index, : len(rows)] = rows
+            pages_R[rows] = book.shared[rows[0]]
+        self._write(self._shared_R, pages_R)
+        self._write(self._groups_CM, groups_CM)
+
+    @staticmethod
+    def _write(target: Tensor, values: np.ndarray) -> None:
+        """Copy to the device; on CUDA the host does not wait."""
+        source = torch.from_numpy(values)
+        target.copy_(source.pin_memory() if target.is_cuda else source, non_blocking=True)
 
     def full_rows(self, tokens: int) -> int:
         """Rows of so many tokens that the pages hold without any being shared; at least 1."""
@@ -169,10 +200,18 @@ class Workspace:
             samples,
             table_BN=None if table_RN is None else table_RN[:rows, :columns],
             longest=longest if self.graphs is None else None,
+            shared=self._shared_pages(rows),
         )
         hidden_BD = self.model(state.last_token_R[:rows], context, noise=self.noise, adapters=self._adapters)
         temperature = None if self.device.type == "cpu" else state.temperature_1
         state.append(choose(self.model.logits(hidden_BD), state.spec, state.uniforms(rows), temperature))
+
+    def _shared_pages(self, rows: int) -> SharedPages | None:
+        """What a step of so many rows reads together."""
+        if not self._together or rows < TOGETHER_ROWS:
+            return None
+        likely = -(-rows // self._members)
+        return SharedPages(pages_B=self._shared_R[:rows], members_CM=self._groups_CM[: rows // 2], likely_groups=likely)
 
 
 def _sampling_class(spec: SamplingSpec) -> Hashable:

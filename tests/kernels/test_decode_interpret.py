@@ -8,9 +8,10 @@ import triton_cpu  # noqa: F401 - prepares the interpreter, before any kernel mo
 from op_cases import head_norms, rotation
 
 from qerl.kernels import philox
-from qerl.kernels.cached_attention import FP8, CacheRows
+from qerl.kernels.cached_attention import FP8, CacheRows, SharedPages
 from qerl.kernels.cached_attention import reference as attention_reference
 from qerl.kernels.cached_attention import triton as attention
+from qerl.kernels.cached_attention.plan import LEAST_TILES, LONG_TILES, Plan, members_for, plan_for
 from qerl.kernels.cached_attention.storage import raw
 from qerl.kernels.sampling import reference as sampling_reference
 from qerl.kernels.sampling import triton as sampling
@@ -27,12 +28,26 @@ def normal(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("with_norms", [False, True])
-@pytest.mark.parametrize("splits", [1, 2, 8])
-@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(6, 2, 16), (7, 1, 24), (40, 2, 8)])
-def test_attention_over_pages_at_any_number_of_splits(monkeypatch, splits, heads, kv_heads, size, with_norms):
+PLANS = {
+    "whole": Plan(first=1, most=1, workers=0),
+    "halves": Plan(first=2, most=2, workers=3),
+    "tiles": Plan(first=8, most=8, workers=1),
+    "eights": Plan(first=1, most=20, workers=5),
+}
+
+
+@pytest.fixture
+def short_parts(monkeypatch):
+    """Parts of one tile, so that contexts of a few tiles have several."""
     monkeypatch.setattr(attention, "LEAST_TILES", 1)
-    monkeypatch.setattr(attention, "_JOINED", 2)
+    monkeypatch.setattr(attention, "LONG_TILES", 1)
+
+
+@pytest.mark.usefixtures("short_parts")
+@pytest.mark.parametrize("with_norms", [False, True])
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(6, 2, 16), (7, 1, 24), (40, 2, 8)])
+def test_attention_over_pages_however_contexts_are_cut(plan, heads, kv_heads, size, with_norms):
     table = torch.tensor([[3, 1, 2], [4, 5, 0], [6, 0, 0], [7, 8, 9], [0, 0, 0]], dtype=torch.int32)
     lengths = torch.tensor([130, 65, 3, 191, 0])
     qkv, norms = normal(5, (heads + 2 * kv_heads) * size), head_norms(5, size) if with_norms else None
@@ -42,14 +57,84 @@ def test_attention_over_pages_at_any_number_of_splits(monkeypatch, splits, heads
     k[2, 2:], v[2, 2:], k[5, 1:] = math.nan, math.nan, math.nan
     rows = CacheRows(lengths, 64, table_BN=table)
     found = (k.clone(), v.clone())
-    out = attention.cached_attention(qkv, turns, heads, kv_heads, *found, rows, 0.25, norms, splits)
+    out = attention.cached_attention(qkv, turns, heads, kv_heads, *found, rows, 0.25, norms, PLANS[plan])
     expected = (k.nan_to_num(), v.nan_to_num())
     whole = attention_reference.cached_attention(qkv, turns, heads, kv_heads, *expected, rows, 0.25, norms)
     torch.testing.assert_close(out, whole, rtol=0, atol=ATTENTION_TOLERANCE)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one.nan_to_num(), other, rtol=0, atol=1e-6)
-    again = attention.cached_attention(qkv, turns, heads, kv_heads, *found, rows, 0.25, norms, splits)
-    assert torch.equal(again, out), "the count of splits that have ended is back at 0"
+    again = attention.cached_attention(qkv, turns, heads, kv_heads, *found, rows, 0.25, norms, PLANS[plan])
+    assert torch.equal(again, out), "the count of parts that have ended is back at 0"
+
+
+def long_and_short(size, kv_heads):
+    """Rows of 1150, 3, 640 and 0 tokens: 18, 1, 10 and no tiles."""
+    lengths = torch.tensor([1150, 3, 640, 0])
+    table = torch.zeros(4, 20, dtype=torch.int32)
+    table[0, :18], table[1, 0], table[2, :11], table[3, 0] = torch.arange(18), 18, 19 + torch.arange(11), 30
+    turns = tuple(table[lengths] for table in rotation(1200, size))
+    k, v = normal(31, 64, kv_heads, size, seed=1), normal(31, 64, kv_heads, size, seed=2)
+    return lengths, table, turns, k, v
+
+
+@pytest.mark.usefixtures("short_parts")
+@pytest.mark.parametrize("workers", [1, 7, 40])
+def test_eighteen_parts_are_joined_in_two_turns_and_a_row_keeps_its_bits_in_any_batch(workers):
+    lengths, table, turns, k, v = long_and_short(16, 2)
+    qkv, plan = normal(4, 10 * 16), Plan(first=1, most=64, workers=workers)
+    out = attention.cached_attention(qkv, turns, 6, 2, k, v, CacheRows(lengths, 64, table_BN=table), 0.25, None, plan)
+    wide = [tensor.double() for tensor in (qkv, k, v)]
+    rows = CacheRows(lengths, 64, table_BN=table)
+    exact = attention_reference.cached_attention(
+        wide[0], tuple(turn.double() for turn in turns), 6, 2, *wide[1:], rows, 0.25
+    )
+    torch.testing.assert_close(out.double(), exact, rtol=0, atol=ATTENTION_TOLERANCE)
+    order = torch.tensor([2, 0])
+    fewer = CacheRows(lengths[order], 64, table_BN=table[order])
+    some = attention.cached_attention(
+        qkv[order], tuple(turn[order] for turn in turns), 6, 2, k, v, fewer, 0.25, None, plan
+    )
+    assert torch.equal(some, out[order])
+
+
+def groups(members, pages, columns):
+    """Groups of rows [[row, ...], ...] that share their first pages, as the kernel takes them; the last group has no rows."""
+    padded = [[*rows, *[-1] * (columns - len(rows))] for rows in [*members, []]]
+    return SharedPages(
+        pages_B=torch.tensor(pages, dtype=torch.int32),
+        members_CM=torch.tensor(padded, dtype=torch.int32),
+        likely_groups=2,
+    )
+
+
+@pytest.mark.usefixtures("short_parts")
+@pytest.mark.parametrize("with_norms", [False, True])
+@pytest.mark.parametrize("plan", ["whole", "tiles", "eights"])
+@pytest.mark.parametrize(("heads", "kv_heads", "columns"), [(6, 2, 16), (7, 1, 8), (40, 2, 2)])
+def test_pages_that_rows_share_may_be_read_once_for_all_of_them(
+    monkeypatch, heads, kv_heads, columns, plan, with_norms
+):
+    monkeypatch.setattr(attention, "_processors", lambda device: 5)
+    assert members_for(heads, kv_heads) == columns
+    size, lengths = 16, torch.tensor([130, 65, 64, 131, 200, 192, 70])
+    table = torch.tensor(
+        [[3, 1, 2, 0], [4, 5, 0, 0], [6, 7, 0, 0], [3, 1, 8, 0], [9, 10, 11, 12], [9, 10, 11, 13], [4, 14, 0, 0]],
+        dtype=torch.int32,
+    )
+    qkv, norms = normal(7, (heads + 2 * kv_heads) * size), head_norms(7, size) if with_norms else None
+    turns = tuple(table[lengths] for table in rotation(201, size))
+    k, v = normal(15, 64, kv_heads, size, seed=1), normal(15, 64, kv_heads, size, seed=2)
+    shared = groups([[0, 3], [5, 4], [6, 1]], [2, 1, 0, 2, 3, 3, 1], columns)
+    caches = [(k.clone(), v.clone()) for _ in range(2)]
+    rows, plain = CacheRows(lengths, 64, table_BN=table, shared=shared), CacheRows(lengths, 64, table_BN=table)
+    found = attention.cached_attention(qkv, turns, heads, kv_heads, *caches[0], rows, 0.25, norms, PLANS[plan])
+    expected = attention_reference.cached_attention(qkv, turns, heads, kv_heads, *caches[1], plain, 0.25, norms)
+    torch.testing.assert_close(found, expected, rtol=0, atol=ATTENTION_TOLERANCE)
+    torch.testing.assert_close(caches[0], caches[1], rtol=0, atol=1e-6)
+    # Others in the group, or rows that have left it.
+    alone = CacheRows(lengths, 64, table_BN=table, shared=groups([[3], [4], [1]], [0, 1, 0, 2, 3, 0, 0], columns))
+    again = attention.cached_attention(qkv, turns, heads, kv_heads, *caches[0], alone, 0.25, norms, PLANS[plan])
+    torch.testing.assert_close(again, expected, rtol=0, atol=ATTENTION_TOLERANCE)
 
 
 @pytest.mark.parametrize("dtypes", [(torch.float32, FP8), (FP8, FP8)])
@@ -61,7 +146,7 @@ def test_attention_over_keys_and_values_in_fp8(dtypes):
     turns = torch.ones(3, 16), torch.zeros(3, 16)
     k, v = normal(7, 64, 2, 16, seed=1).to(dtypes[0]), normal(7, 64, 2, 16, seed=2).to(dtypes[1])
     rows, caches = CacheRows(lengths, 64, table_BN=table), [(k.clone(), v.clone()) for _ in range(2)]
-    found = attention.cached_attention(qkv, turns, 4, 2, *caches[0], rows, 0.25, None, 2)
+    found = attention.cached_attention(qkv, turns, 4, 2, *caches[0], rows, 0.25, None, PLANS["halves"])
     expected = attention_reference.cached_attention(qkv, turns, 4, 2, *caches[1], rows, 0.25)
     torch.testing.assert_close(found, expected, rtol=0, atol=2e-4)
     assert found[2].max() == found[2].min() == 448
@@ -73,17 +158,38 @@ def test_attention_without_a_table():
     qkv, lengths = normal(3, 8 * 16), torch.tensor([99, 63, 100])
     turns = tuple(table[lengths] for table in rotation(101, 16))
     caches = [[normal(4, 100, 2, 16, seed=seed) for seed in (1, 2)] for _ in range(2)]
-    found = attention.cached_attention(qkv, turns, 4, 2, *caches[0], CacheRows(lengths, 100), 0.25, None, 2)
+    found = attention.cached_attention(
+        qkv, turns, 4, 2, *caches[0], CacheRows(lengths, 100), 0.25, None, PLANS["halves"]
+    )
     expected = attention_reference.cached_attention(qkv, turns, 4, 2, *caches[1], CacheRows(lengths, 100), 0.25)
     torch.testing.assert_close(found, expected, rtol=0, atol=ATTENTION_TOLERANCE)
     torch.testing.assert_close(caches[0], caches[1], rtol=0, atol=1e-6)
 
 
-def test_splits_fill_the_device_and_follow_from_the_batch_alone():
-    assert attention.splits_for(1, 4, 132) == 32
-    assert attention.splits_for(8, 4, 132) == 8
-    assert attention.splits_for(64, 4, 132) == 1
-    assert attention.splits_for(512, 2, 132) == 1
+def tiles_of_parts(tiles, plan):
+    """Tiles of a part by the rule of `device.part_tiles`, told in integers."""
+    return max(-(-tiles // plan.most), LEAST_TILES, min(-(-tiles // plan.first), LONG_TILES))
+
+
+@pytest.mark.parametrize("rows", [1, 2, 8, 24, 32, 64, 96, 256, 512])
+def test_parts_fill_the_device_and_no_row_has_more_than_it_has_room_for(rows):
+    plan = plan_for(rows, 4, 132, 513)
+    parts = [-(-tiles // tiles_of_parts(tiles, plan)) for tiles in range(1, 514)]
+    assert max(parts) <= plan.most
+    # A batch of long contexts has a part for every place on the device, or one as long as is good for it.
+    assert parts[-1] * rows * 4 >= 264 * 0.75 or parts[-1] >= 513 // LONG_TILES
+    # Where rows fill the device, contexts of up to a thousand tokens are whole.
+    if rows * 4 > 264:
+        assert set(parts[:LONG_TILES]) == {1}
+    short = plan_for(rows, 4, 132, 16)
+    assert short.most <= 8
+    assert plan_for(rows, 4, 132, 1).most == 1
+
+
+def test_one_long_context_is_cut_finely_however_many_short_ones_stand_beside_it():
+    assert plan_for(1, 4, 132, 513) == Plan(first=64, most=64, workers=252)
+    assert -(-512 // tiles_of_parts(512, plan_for(8, 4, 132, 513))) == 32
+    assert -(-512 // tiles_of_parts(512, plan_for(64, 4, 132, 513))) == 16
 
 
 @pytest.mark.parametrize("vocabulary", [57, 128, 389, 4000])

@@ -15,8 +15,9 @@ from triton.runtime.jit import JITFunction
 
 from qerl.formats import get_format
 from qerl.kernels.activation import triton as activation
-from qerl.kernels.cached_attention import FP8, CacheRows
+from qerl.kernels.cached_attention import FP8, CacheRows, SharedPages
 from qerl.kernels.cached_attention import triton as cached_attention
+from qerl.kernels.cached_attention.plan import Plan
 from qerl.kernels.fp4_linear import unpack
 from qerl.kernels.philox import triton as philox
 from qerl.kernels.quantize import triton as quantize
@@ -129,10 +130,16 @@ def decode_calls(rows: torch.Tensor) -> None:
     qkv, cos, cache = torch.zeros(4, 36 * 128).bfloat16(), torch.zeros(4, 128), torch.zeros(4, 64, 4, 128).bfloat16()
     paged, plain = CacheRows(rows, 64, table_BN=table), CacheRows(rows, 64)
     norms = HeadNorms(q_weight_d=cos[0], k_weight_d=cos[0], eps=1e-6, q_noise=cos)
-    for splits, given in ((1, None), (16, norms)):
-        cached_attention.cached_attention(qkv, (cos, cos), 28, 4, cache, cache, paged, 0.1, given, splits)
-    cached_attention.cached_attention(qkv, (cos, cos), 28, 4, cache.to(FP8), cache.to(FP8), paged, 0.1, norms, 16)
-    cached_attention.cached_attention(qkv.float(), (cos, cos), 28, 4, cache.float(), cache.float(), plain, 0.1, None, 1)
+    whole, cut = Plan(first=1, most=1, workers=0), Plan(first=64, most=64, workers=252)
+    for plan, given in ((whole, None), (cut, norms)):
+        cached_attention.cached_attention(qkv, (cos, cos), 28, 4, cache, cache, paged, 0.1, given, plan)
+        shared = SharedPages(pages_B=table[:, 0], members_CM=table[:2].repeat(1, 4), likely_groups=2)
+        together = CacheRows(rows, 64, table_BN=table, shared=shared)
+        cached_attention.cached_attention(qkv, (cos, cos), 28, 4, cache, cache, together, 0.1, given, plan)
+    cached_attention.cached_attention(qkv, (cos, cos), 28, 4, cache.to(FP8), cache.to(FP8), paged, 0.1, norms, cut)
+    cached_attention.cached_attention(
+        qkv.float(), (cos, cos), 28, 4, cache.float(), cache.float(), plain, 0.1, None, whole
+    )
     logits, uniforms = torch.zeros(4, 151936), torch.full((4,), 0.5)
     tokens, logprobs = sampling.draw_token(logits, uniforms, torch.ones(1, dtype=torch.float64))
     sampling.draw_token(logits, None, 1.0)

@@ -1,18 +1,21 @@
 """The engine on CUDA: captured steps against the same steps run one by one, and what must be visible without a new capture."""
 
 import pytest
+import rollout_builders
 import torch
 from rollout_builders import make_prompts
 
 from qerl.config.schema import LoraConfig, QuantConfig
 from qerl.kernels import sampling
-from qerl.kernels.cached_attention import FP8, CacheRows, reference, triton
+from qerl.kernels.cached_attention import FP8, CacheRows, SharedPages, reference, triton
+from qerl.kernels.cached_attention.plan import Plan, members_for
 from qerl.kernels.philox import stream_key
 from qerl.model.aqn import NoiseState
 from qerl.model.checkpoint import load_model
 from qerl.model.tokenizer import load_tokenizer
 from qerl.objective.batch import Sample, pack
 from qerl.records import SamplingSpec
+from qerl.rollout import workspace
 from qerl.rollout.engine import Engine
 from qerl.rollout.sampler import answer_uniforms
 from qerl.train.learn import policy_logprobs
@@ -20,6 +23,8 @@ from qerl.train.learn import policy_logprobs
 pytestmark = pytest.mark.gpu
 RAGGED, GROUP = (5, 1, 17, 9, 16), 4
 SPEC = SamplingSpec(max_new_tokens=18, seed=4)
+WHOLE, FINE = Plan(first=1, most=1, workers=0), Plan(first=32, most=32, workers=100)
+"""No context is cut; each as finely as it goes."""
 KERNEL_TOLERANCE = 0.004
 """bfloat16 mean |difference of probabilities| of engine and trainer."""
 
@@ -66,10 +71,58 @@ def test_cached_attention_equals_the_reference_at_any_length_and_split(dtype, he
     wide = [cache.double() for cache in caches]
     exact = reference.cached_attention(qkv.double(), turns, heads, kv_heads, *wide, rows, 0.1)
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
-    for splits in (1, 5, 32, 5, 32):
-        found = triton.cached_attention(qkv, turns, heads, kv_heads, *caches, rows, 0.1, None, splits)
+    for plan in (None, WHOLE, FINE, Plan(first=5, most=5, workers=40), FINE):
+        found = triton.cached_attention(qkv, turns, heads, kv_heads, *caches, rows, 0.1, None, plan)
         torch.testing.assert_close(found.double(), exact, rtol=tolerance, atol=tolerance)
     assert all(torch.equal(cache.double(), other) for cache, other in zip(caches, wide, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(14, 2, 64), (28, 4, 128), (40, 8, 128)])
+def test_rows_that_read_their_first_pages_together_get_what_they_get_alone(dtype, heads, kv_heads, size):
+    """Five rows over 20 pages, three over 3, one by itself; captured too, with other lengths and groups."""
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=generator, device="cuda", dtype=torch.float32).to(dtype)
+
+    table = (torch.randperm(9 * 27, device="cuda") + 1).view(9, 27).int()
+    table[:5, :20], table[5:8, :3] = table[0, :20].clone(), table[5, :3].clone()
+    lengths = torch.tensor([1280, 1281, 1500, 1700, 1400, 192, 300, 1700, 900], device="cuda")
+    most = members_for(heads, kv_heads)
+    members = torch.full((4, most), -1, dtype=torch.int32)
+    members[0, :5], members[2, :3] = torch.tensor([3, 0, 1, 2, 4]), torch.tensor([5, 6, 7])
+    pages = torch.tensor([20] * 5 + [3] * 3 + [0], device="cuda").int()
+    shared = SharedPages(pages_B=pages, members_CM=members.cuda(), likely_groups=2)
+    rows = CacheRows(lengths, 64, table_BN=table, shared=shared)
+    turns = torch.ones(9, size, device="cuda"), torch.zeros(9, size, device="cuda")
+    qkv, caches = normal(9, (heads + 2 * kv_heads) * size), [normal(244, 64, kv_heads, size) for _ in range(2)]
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+
+    def check(found):
+        plain = CacheRows(lengths, 64, table_BN=table)
+        wide = [cache.double() for cache in caches]
+        exact = reference.cached_attention(qkv.double(), turns, heads, kv_heads, *wide, plain, 0.1)
+        torch.testing.assert_close(found.double(), exact, rtol=tolerance, atol=tolerance)
+
+    for plan in (None, WHOLE, FINE, None):
+        check(triton.cached_attention(qkv, turns, heads, kv_heads, *caches, rows, 0.1, None, plan))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = triton.cached_attention(qkv, turns, heads, kv_heads, *caches, rows, 0.1)
+    graph.replay()
+    check(captured)
+    before = captured.clone()
+    # A row's bits do not depend on who else is in its group.
+    members[0, :5] = torch.tensor([4, 3, -1, -1, -1])
+    shared.members_CM.copy_(members)
+    pages[:3] = 0
+    graph.replay()
+    assert torch.equal(captured[3:], before[3:])
+    lengths += 1
+    qkv.mul_(0.5)
+    graph.replay()
+    check(captured)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -102,8 +155,8 @@ def test_attention_over_keys_and_values_in_fp8(dtypes):
     for cache, part in zip(caches, (slice(28 * 128, 32 * 128), slice(32 * 128, None)), strict=True):
         qkv[:, part] = qkv[:, part].to(cache.dtype).bfloat16()  # so that storing rounds no more
     exact = reference.cached_attention(qkv.double(), turns, 28, 4, *wide, rows, 0.1)
-    for splits in (1, 16):
-        found = triton.cached_attention(qkv, turns, 28, 4, *caches, rows, 0.1, None, splits)
+    for plan in (WHOLE, FINE):
+        found = triton.cached_attention(qkv, turns, 28, 4, *caches, rows, 0.1, None, plan)
         torch.testing.assert_close(found.double(), exact, rtol=2e-2, atol=2e-2)
     assert all(torch.equal(cache.double(), other) for cache, other in zip(caches, wide, strict=True))
 
@@ -114,6 +167,19 @@ def test_captured_steps_over_fp8_give_the_answers_of_the_reference(qwen2_folder,
     for graphs in (True, False):
         engine = Engine(model, tokenizer, max_num_seqs=16, graphs=graphs, kv_format=kv_format)
         found.append(tokens_of(engine.generate(make_prompts(RAGGED), SPEC, group_size=GROUP)[0]))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("scope", [None, "rollout"])
+def test_answers_that_read_their_prompt_together_are_those_of_rows_by_themselves(tmp_path, monkeypatch, scope):
+    monkeypatch.setattr(rollout_builders, "MAX_POSITIONS", 512)
+    monkeypatch.setattr(workspace, "TOGETHER_ROWS", 2)
+    folder = rollout_builders.write_checkpoint(tmp_path / "long", "qwen2")
+    model, tokenizer = load(folder), load_tokenizer(folder)
+    noise, found = None if scope is None else make_noise(model, scope), []
+    for together in (False, True):
+        engine = Engine(model, tokenizer, max_num_seqs=16, together=together)
+        found.append(tokens_of(engine.generate(make_prompts((270, 400, 30, 330)), SPEC, group_size=5, noise=noise)[0]))
     assert found[0] == found[1]
 
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 from torch import Tensor
 
 from qerl.kernels import dispatch
-from qerl.kernels.cached_attention.rows import CacheRows
+from qerl.kernels.cached_attention.plan import members_for
+from qerl.kernels.cached_attention.rows import CacheRows, SharedPages
 from qerl.kernels.cached_attention.storage import FP8
 from qerl.kernels.rope import HeadNorms
 
-__all__ = ["FP8", "CacheRows", "cached_attention"]
+__all__ = ["FP8", "CacheRows", "SharedPages", "cached_attention", "members_for"]
 
 
 def cached_attention(

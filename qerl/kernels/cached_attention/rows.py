@@ -1,14 +1,27 @@
 """Where the rows of a decode step stand in the cache.
 
-Legend: B rows, P pages of the cache, L tokens a page, N pages a row has at most.
+Legend: B rows, P pages of the cache, L tokens a page, N pages a row has at most, C groups, M rows of a group.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedPages:
+    """First pages that several rows have in common, so that a kernel may read them once for all of them. They are full."""
+
+    pages_B: Tensor
+    """int32 [B]: how many of a row's pages are read with its group; 0 where a row is in none."""
+    members_CM: Tensor
+    """int32 [C, M]: rows of each group, all of them with the same such pages, then -1; a group without rows is -1 throughout."""
+    likely_groups: int
+    """Groups that work is planned for; there may be more or fewer."""
 
 
 class CacheRows:
@@ -20,14 +33,24 @@ class CacheRows:
         table_BN: int32 [B, N], the pages of each row in order; None when row b has page b alone (P >= B). A row whose only page is full
             goes on writing to its last place.
         longest: largest of ``lengths_B`` where the host knows it and there is no table; the device is asked otherwise.
+        shared: pages that rows have in common, with a table; what is computed does not depend on it, but by rounding.
     """
 
     def __init__(
-        self, lengths_B: Tensor, page_tokens: int, *, table_BN: Tensor | None = None, longest: int | None = None
+        self,
+        lengths_B: Tensor,
+        page_tokens: int,
+        *,
+        table_BN: Tensor | None = None,
+        longest: int | None = None,
+        shared: SharedPages | None = None,
     ):
+        assert shared is None or table_BN is not None
+
         self.lengths_B = lengths_B
         self.page_tokens = page_tokens
         self.table_BN = table_BN
+        self.shared = shared
         self._longest = longest
 
     @cached_property

@@ -21,6 +21,9 @@ MOST_ROWS = 64
 GROUPS = (32, 16, 8)
 """Rows of x of one launch, at most; the first that fits into shared memory."""
 
+AHEAD = 0
+"""Units of its stream that a warp asks to be brought into the second-level cache while it waits for x, beyond those that its ring holds."""
+
 
 class _Params(ctypes.Structure):
     """`DecodeParams` of cuda/decode.cuh."""
@@ -30,7 +33,7 @@ class _Params(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("tiles", "x", "out", "bias", "side", "a", "partials", "counters")),
         *((name, ctypes.c_int) for name in ("m", "n", "k", "units", "row_tiles")),
         *((name, ctypes.c_int) for name in ("round_tiles", "slice_units", "rank_slots", "ranks")),
-        *((name, ctypes.c_int) for name in ("groups", "chunks", "unused")),
+        *((name, ctypes.c_int) for name in ("groups", "chunks", "ahead")),
         *((name, ctypes.c_int) for name in ("segments", "parts", "float_out", "vectors")),
         ("scale_base", ctypes.c_uint),
         ("segment_stop", record.Stops),
@@ -91,6 +94,7 @@ def product(
         ranks=ranks_of(a_RI),
         groups=shape.groups,
         chunks=shape.chunks,
+        ahead=AHEAD,
         segments=len(weight.segments),
         parts=len(placements),
         float_out=int(dtype == torch.float32),

@@ -223,6 +223,22 @@ __device__ __forceinline__ void produce(const DecodeParams& p, Producer& at, con
   copy_async_commit();
 }
 
+// Brings what a warp will copy after its ring is full into the second-level cache, up to `units` units: memory rests until x is there.
+__device__ __forceinline__ void fetch_ahead(const Producer& at, int units, int slice_units, u32 row_jump, int lane) {
+#if __CUDA_ARCH__ >= 900
+  const u8* source = at.source - 16 * lane;
+  int row_left = at.row_left;
+#pragma unroll 1
+  for (int left = lane == 0 ? min(at.left, units) : 0; left > 0;) {
+    const int run = min(left, row_left);
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(source), "r"(run * TILE_BYTES) : "memory");
+    source += (run - 1) * TILE_BYTES + row_jump;
+    left -= run;
+    row_left = slice_units;
+  }
+#endif
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, 1) decode(const __grid_constant__ DecodeParams p) {
   extern __shared__ __align__(128) u8 memory[];
   __shared__ u64 arrived;
@@ -263,6 +279,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode(const __grid_con
     start_round(p, at, w, warp, lane);
 #pragma unroll 1
     for (int i = 0; i < STAGES - 2; i += 2) produce(p, at, w, ring + i * TILE_BYTES + 16 * lane, row_jump, warp, lane);
+    fetch_ahead(at, p.ahead, w.slice_units, row_jump, lane);
   }
   fill_table(memory, p.side, thread, THREADS);
   cluster_wait();

@@ -23,7 +23,7 @@ struct DecodeParams {
   u32* counters;     // two zeros
   int m, n, k, units, row_tiles;
   int round_tiles, slice_units, rank_slots, ranks;
-  int groups, chunks, unused;  // 16 rows of A, and runs of a slice of the inputs: pieces of h
+  int groups, chunks, ahead;  // 16 rows of A, and runs of a slice of the inputs: pieces of h; units to fetch ahead of a full ring
   int segments, parts, float_out, vectors;
   u32 scale_base;  // 0x70007000
   int segment_stop[4];
