@@ -114,7 +114,7 @@ def compiled(device: torch.device, name: str, defines: tuple[tuple[str, int], ..
 
 _IN_FRONT = {
     "dequantize": ("tile", "format"),
-    "decode": ("tile", "format", "layer", "decode"),
+    "decode": ("tile", "format", "layer", "decode", "inputs"),
     "middle": ("tile", "format", "layer", "middle"),
     "shrink": ("tile", "layer"),
 }

@@ -283,7 +283,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode(const __grid_con
   }
   fill_table(memory, p.side, thread, THREADS);
   cluster_wait();
-  if (warp >= WARPS) warm_epilogue(p, w, thread - 32 * WARPS);
+  if (warp >= WARPS) {
+    warm_epilogue(p, w, thread - 32 * WARPS);
+    if (p.input == INPUT_NORMED) warm_norm(p, w, thread - 32 * WARPS);
+  }
   // Nor do adapters change under the kernel in front, where launches overlap at all (in captures).
   uint4 a[HALVES][2];
   if (cluster < p.groups * p.chunks) {
@@ -291,7 +294,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode(const __grid_con
     const int from = piece.from + share(warp, WARPS + LORA_WARPS, piece.to - piece.from);
     load_a(p, w, piece.group, from, piece.from + share(warp + 1, WARPS + LORA_WARPS, piece.to - piece.from), lane, a);
   }
-  if (warp >= WARPS) {
+  if (p.input != INPUT_PLAIN) {
+    dependencies_wait();
+    if (p.input == INPUT_GATED) {
+      load_gated(p, s, w, thread);
+    } else {
+      load_normed(p, s, w, cluster, thread);
+    }
+  } else if (warp >= WARPS) {
     dependencies_wait();
     load_x(p, s, w, thread - 32 * WARPS);
   }

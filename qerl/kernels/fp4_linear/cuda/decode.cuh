@@ -26,6 +26,13 @@ struct DecodeParams {
   int groups, chunks, ahead;  // 16 rows of A, and runs of a slice of the inputs: pieces of h; units to fetch ahead of a full ring
   int segments, parts, float_out, vectors;
   u32 scale_base;  // 0x70007000
+  int input;       // how x is made: see inputs.cuh, with what follows
+  const u16* residual;  // [m, k], or null
+  u16* stream;          // [m, k], or null
+  const float* norm;    // [k]
+  const float* z;       // [k], or [m, k] where its rows are z_stride apart, or null
+  float eps;
+  int z_stride;
   int segment_stop[4];
   Part part[MAX_PARTS];
 };
