@@ -23,6 +23,7 @@ MOST_ROWS = 64
 GROUPS = (32, 16, 8)
 """Rows of x of one launch, at most; the first that fits into shared memory."""
 
+WORDS = 0
 AHEAD = 0
 """Units of its stream that a warp asks to be brought into the second-level cache while it waits for x, beyond those that its ring holds."""
 
@@ -42,6 +43,7 @@ class _Params(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("residual", "stream", "norm", "z")),
         ("eps", ctypes.c_float),
         ("z_stride", ctypes.c_int),
+        ("words", ctypes.c_int),
         ("segment_stop", record.Stops),
         ("part", record.Parts),
     )
@@ -89,7 +91,7 @@ def product(
         bias=None if bias_O is None else bias_O.data_ptr(),
         side=record.side_of(weight),
         a=a_RI[0].data_ptr() if a_RI else None,
-        partials=space.scratch(pieces * shape.columns, 256).data_ptr() if pieces else None,
+        partials=(space.sums(pieces * shape.columns * 128) if WORDS else space.scratch(pieces * shape.columns, 256)).data_ptr() if pieces else None,
         counters=space.counters()[DECODE_COUNTERS].data_ptr(),
         n=weight.shape[0],
         k=weight.shape[1],
@@ -108,6 +110,7 @@ def product(
         vectors=int(weight.shape[1] % 8 == 0 and all(t.data_ptr() % 16 == 0 for t in (x_TI, *a_RI))),
         scale_base=SCALE_BASE,
         **_made(made),
+        words=WORDS,
         segment_stop=record.stops_of(weight),
         part=record.parts_of(placements, b_OR),
     )

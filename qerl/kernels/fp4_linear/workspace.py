@@ -24,6 +24,8 @@ SCALE_BASE = 0x70007000
 
 TILE_COUNTERS = 16384
 """Output tiles of which the middle kernel may count the parts."""
+LEAST_SUMS = 1 << 18
+"""Numbers of the partial sums that the decode kernel's blocks tell each other: as many as four adapters of rank 128 need."""
 DECODE_COUNTERS = TILE_COUNTERS
 """The first of two that the decode kernel counts pieces of h with."""
 _FIRST_SIGNAL, _SIGNALS = TILE_COUNTERS + 8, 256
@@ -41,6 +43,7 @@ class Workspace:
         """What the decode kernel chose, by the eights of rows of x, the weight's format and shape, and the rows of the stacked A."""
         self._scratch: Tensor | None = None
         self._counters: Tensor | None = None
+        self._sums: Tensor | None = None
         self._kept: list[Tensor] = []
         """Counters of captures that were the first to ask: of the graph's memory, which must not go to anything else."""
         self._signals = 0
@@ -69,6 +72,17 @@ class Workspace:
         else:
             self._counters = counters
         return counters
+
+    def sums(self, numbers: int) -> Tensor:
+        """float32 of the bits that stand for no number: kernels leave them behind. Graphs share them, unless a capture is the first to ask."""
+        if self._sums is not None and self._sums.numel() >= numbers:
+            return self._sums
+        sums = torch.full((max(numbers, LEAST_SUMS),), -1, dtype=torch.int32, device=self.device)
+        if self._sums is not None or torch.cuda.is_current_stream_capturing():
+            self._kept.append(sums)
+        else:
+            self._sums = sums
+        return sums
 
     def signal(self) -> Tensor:
         """A counter by which a kernel tells the next that x is there. Launches overlap, so the next ones get others."""

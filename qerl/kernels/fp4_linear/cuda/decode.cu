@@ -137,6 +137,7 @@ __device__ __forceinline__ void shrink(const DecodeParams& p, const Shared& s, c
         float4 sum = s.local[i];
 #pragma unroll
         for (int other = 1; other < WARPS + LORA_WARPS; ++other) add(sum, s.local[other * NT * 32 + i]);
+        if (p.words) store_watched_16(target + i, sum); else
         store_global_16(target + i, sum);
       }
     }
@@ -147,14 +148,14 @@ __device__ __forceinline__ void shrink(const DecodeParams& p, const Shared& s, c
 // bfloat16 in shared memory. The last block to have read leaves zeros in the counters for the next kernel, which waits for the end of this one.
 __device__ void gather_h(const DecodeParams& p, const Shared& s, const Work& w, int cluster, int clusters, int thread) {
   const int pieces = p.groups * p.chunks, mine = cluster < pieces ? (pieces - cluster + clusters - 1) / clusters : 0;
-  fence_device();
-  lora_sync();
-  if (thread == 0) {
+  if (!p.words) fence_device();
+  if (!p.words) lora_sync();
+  if (thread == 0 && !p.words) {
     if (mine > 0) add_relaxed(p.counters, mine);
     while (load_acquire(p.counters) < static_cast<u32>(CLUSTER * pieces)) {
     }
   }
-  lora_sync();
+  if (!p.words) lora_sync();
   for (int i = thread; i < p.groups * NT * 32; i += LORA_THREADS) {
     const int group = i / (NT * 32), n = (i / 32) % NT, lane = i & 31, g = lane >> 2, t = lane & 3;
     bool needed = false;
@@ -165,6 +166,24 @@ __device__ void gather_h(const DecodeParams& p, const Shared& s, const Work& w, 
     if (!needed) continue;
     float4 sum = make_float4(0, 0, 0, 0);
     const float4* source = p.partials + i;
+    if (p.words) {
+      const int count = CLUSTER * p.chunks, step = p.groups * NT * 32;
+      for (int chunk = 0; chunk < count; chunk += 8) {
+        float4 v[8];
+        bool wait;
+        do {
+          wait = false;
+#pragma unroll
+          for (int j = 0; j < 8; ++j) v[j] = load_watched_16(source + min(chunk + j, count - 1) * step);
+#pragma unroll
+          for (int j = 0; j < 8; ++j) wait |= missing(v[j]);
+        } while (wait);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+          if (chunk + j < count) add(sum, v[j]);
+        }
+      }
+    } else
 #pragma unroll 8
     for (int chunk = 0; chunk < CLUSTER * p.chunks; ++chunk) add(sum, load_global_16(source + chunk * p.groups * NT * 32));
     u16* target = s.h + (8 * n + 2 * t) * s.h_stride + 16 * group + g;
@@ -174,7 +193,22 @@ __device__ void gather_h(const DecodeParams& p, const Shared& s, const Work& w, 
     target[s.h_stride + 8] = to_bf16(sum.w);
   }
   lora_sync();
-  if (thread == 0 && add_relaxed(p.counters + 1, 1) == gridDim.x - 1) p.counters[0] = p.counters[1] = 0;
+  if (!p.words) {
+    if (thread == 0 && add_relaxed(p.counters + 1, 1) == gridDim.x - 1) p.counters[0] = p.counters[1] = 0;
+  } else {
+    // The last warp to have read, of all blocks, leaves nothing behind for the next kernel, which waits for the end of this one.
+    const int lane = thread & 31;
+    u32 before = 0;
+    if (thread < 32) {
+      if (lane == 0) before = add_relaxed(p.counters + 1, 1);
+      before = __shfl_sync(0xFFFFFFFFu, before, 0);
+      if (before == gridDim.x - 1) {
+        const float none = __uint_as_float(MISSING);
+        for (int i = lane; i < CLUSTER * p.chunks * p.groups * NT * 32; i += 32) store_watched_16(p.partials + i, make_float4(none, none, none, none));
+        if (lane == 0) p.counters[1] = 0;
+      }
+    }
+  }
 }
 
 __device__ __forceinline__ void start_round(const DecodeParams& p, Producer& at, const Work& w, int warp, int lane) {

@@ -33,6 +33,7 @@ struct DecodeParams {
   const float* z;       // [k], or [m, k] where its rows are z_stride apart, or null
   float eps;
   int z_stride;
+  int words;  // trial
   int segment_stop[4];
   Part part[MAX_PARTS];
 };
@@ -89,6 +90,24 @@ __device__ __forceinline__ float4 load_global_16(const float4* place) {
   float4 v;
   asm volatile("ld.global.cg.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(place));
   return v;
+}
+
+// Words that another block watches: written and read one by one, in no order with anything else.
+__device__ __forceinline__ void store_watched_16(float4* place, float4 v) {
+  asm volatile("st.relaxed.gpu.global.v4.f32 [%0], {%1,%2,%3,%4};" ::"l"(place), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
+}
+
+__device__ __forceinline__ float4 load_watched_16(const float4* place) {
+  float4 v;
+  asm volatile("ld.relaxed.gpu.global.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(place) : "memory");
+  return v;
+}
+
+// Stands for a number that is not there yet: no sum has these bits.
+constexpr u32 MISSING = 0xFFFFFFFFu;
+
+__device__ __forceinline__ bool missing(float4 v) {
+  return __float_as_uint(v.x) == MISSING || __float_as_uint(v.y) == MISSING || __float_as_uint(v.z) == MISSING || __float_as_uint(v.w) == MISSING;
 }
 
 __device__ __forceinline__ void fence_device() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
