@@ -23,6 +23,7 @@ import math
 import statistics
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -145,13 +146,14 @@ def _no_capture() -> None:
 
 
 def steps(
-    model: Decoder, noise: Any, sequences: int, *, calls: int, bare: bool = False, prompt: int = 16, new: int = 192
+    model: Decoder, noise: Any, sequences: int, *, calls: int, bare: bool, prompt: int, new: int, together: bool
 ) -> dict[str, Any]:
     """One cell of the table."""
     cuda = model.device.type == "cuda"
     if cuda:
         torch.cuda.reset_peak_memory_stats()
-    engine = Engine(model, StubTokenizer(NO_EOS), max_num_seqs=sequences, expected_tokens=prompt + new)  # type: ignore[arg-type]
+    tokenizer: Any = StubTokenizer(NO_EOS)
+    engine = Engine(model, tokenizer, max_num_seqs=sequences, expected_tokens=prompt + new, together=together)
     group = math.gcd(sequences, 8)
     prompts = make_prompts(sequences // group, prompt, model.spec.vocab_size)
     times, first = [], {}
@@ -165,6 +167,9 @@ def steps(
     ms, floor = statistics.median(times), floor_ms(model, sequences, prompt + new / 2)
     result = {
         "sequences": sequences,
+        "prompt_tokens": prompt,
+        "new_tokens": new,
+        "together": together,
         "ms_per_step": ms,
         "ms_min_max": [min(times), max(times)],
         "tokens_per_second": 1e3 * sequences / ms,
@@ -233,6 +238,13 @@ def show(cell: dict[str, Any], started: float) -> None:
     )
 
 
+def cells_of(arguments: argparse.Namespace) -> Iterator[tuple[int, bool]]:
+    """(sequences, whether rows of a prompt read its pages together)."""
+    for sequences in map(int, filter(None, arguments.sequences.split(","))):
+        for together in arguments.together.split(","):
+            yield sequences, together == "on"
+
+
 def main() -> None:
     started = time.perf_counter()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -245,6 +257,11 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=32)
     parser.add_argument("--calls", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=math.inf, help="start no cell after so many seconds")
+    parser.add_argument("--prompt", type=int, default=16, help="tokens of a prompt, which up to 8 sequences share")
+    parser.add_argument("--new", type=int, default=192, help="new tokens of a sequence")
+    parser.add_argument(
+        "--together", default="off", help="off, on or off,on: rows of one prompt read its pages together"
+    )
     parser.add_argument("--realistic", action="store_true")
     parser.add_argument("--dense", action="store_true", help="keep dequantized copies (quant.dense_cache=on)")
     parser.add_argument("--bare", action="store_true", help="without a profile of the captured step")
@@ -290,9 +307,15 @@ def main() -> None:
                 "noise": scope,
                 "rank": arguments.rank,
             }
-            for sequences in map(int, filter(None, arguments.sequences.split(","))):
+            for sequences, together in cells_of(arguments):
                 if time.perf_counter() - started < arguments.seconds:
-                    add({**head, **steps(model, noise, sequences, calls=arguments.calls, bare=arguments.bare)})
+                    protocol = {"prompt": arguments.prompt, "new": arguments.new, "together": together}
+                    add(
+                        {
+                            **head,
+                            **steps(model, noise, sequences, calls=arguments.calls, bare=arguments.bare, **protocol),
+                        }
+                    )
             if arguments.realistic and time.perf_counter() - started < arguments.seconds:
                 add({**head, "realistic": realistic(model, noise, arguments.calls)})
         del model

@@ -91,7 +91,11 @@ def product(
         bias=None if bias_O is None else bias_O.data_ptr(),
         side=record.side_of(weight),
         a=a_RI[0].data_ptr() if a_RI else None,
-        partials=(space.sums(pieces * shape.columns * 128) if WORDS else space.scratch(pieces * shape.columns, 256)).data_ptr() if pieces else None,
+        partials=(
+            space.sums(pieces * shape.columns * 128) if WORDS else space.scratch(pieces * shape.columns, 256)
+        ).data_ptr()
+        if pieces
+        else None,
         counters=space.counters()[DECODE_COUNTERS].data_ptr(),
         n=weight.shape[0],
         k=weight.shape[1],

@@ -330,11 +330,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode(const __grid_con
   }
   if (p.input != INPUT_PLAIN) {
     dependencies_wait();
-    if (p.input == INPUT_GATED) {
-      load_gated(p, s, w, thread);
-    } else {
-      load_normed(p, s, w, cluster, thread);
-    }
+    make_x(p, s, w, cluster, thread);
   } else if (warp >= WARPS) {
     dependencies_wait();
     load_x(p, s, w, thread - 32 * WARPS);

@@ -55,14 +55,15 @@ __device__ __forceinline__ u32 norm_pair(u32 pair, float r, float low_scale, flo
   return pack_bf16(__fmul_rn(__fmul_rn(low, r), low_scale), __fmul_rn(__fmul_rn(high, r), high_scale));
 }
 
-// p.x is [m, 2 k]: gate and up. All threads of the block.
-__device__ void load_gated(const DecodeParams& p, const Shared& s, const Work& w, int thread) {
+// p.x is [m, 2 k]: gate and up. All threads of the block, AT_ONCE chunks of each under way together.
+template <int AT_ONCE>
+__device__ __forceinline__ void load_gated(const DecodeParams& p, const Shared& s, const Work& w, int thread) {
   const int chunks = w.slice_units * 8, total = p.m * chunks;
 #pragma unroll 1
-  for (int start = thread; start < total; start += CHUNKS_AT_ONCE * THREADS) {
-    uint4 gate[CHUNKS_AT_ONCE], up[CHUNKS_AT_ONCE];
+  for (int start = thread; start < total; start += AT_ONCE * THREADS) {
+    uint4 gate[AT_ONCE], up[AT_ONCE];
 #pragma unroll
-    for (int j = 0; j < CHUNKS_AT_ONCE; ++j) {
+    for (int j = 0; j < AT_ONCE; ++j) {
       // Beyond the end the last chunk is read again: a branch would keep the loads apart.
       const int i = min(start + j * THREADS, total - 1), row = i / chunks;
       const int column = min(w.first_unit * 64 + (i - row * chunks) * 8, p.k - 8);
@@ -71,7 +72,7 @@ __device__ void load_gated(const DecodeParams& p, const Shared& s, const Work& w
       up[j] = load_x_16(source + p.k);
     }
 #pragma unroll
-    for (int j = 0; j < CHUNKS_AT_ONCE; ++j) {
+    for (int j = 0; j < AT_ONCE; ++j) {
       const int i = start + j * THREADS;
       if (i >= total) break;
       const int row = i / chunks, chunk = i - row * chunks;
@@ -104,17 +105,18 @@ __device__ __forceinline__ void tell_sums(float* shares, int rank, int row, int 
 #endif
 }
 
-// All threads of the block. s.local is free until h is made.
-__device__ void load_normed(const DecodeParams& p, const Shared& s, const Work& w, int cluster, int thread) {
+// All threads of the block, AT_ONCE chunks of each under way together. s.local is free until h is made.
+template <int AT_ONCE>
+__device__ __forceinline__ void load_normed(const DecodeParams& p, const Shared& s, const Work& w, int cluster, int thread) {
   const int lane = thread & 31, chunks = w.slice_units * 8, segments = (chunks + 31) / 32, items = p.m * segments;
   constexpr int ALL_WARPS = THREADS / 32;
   float* shares = reinterpret_cast<float*>(s.local);
   float* sums = shares + CLUSTER * COLUMNS;  // [m][segments]
 #pragma unroll 1
-  for (int start = thread >> 5; start < items; start += CHUNKS_AT_ONCE * ALL_WARPS) {
-    uint4 v[CHUNKS_AT_ONCE], add[CHUNKS_AT_ONCE];
+  for (int start = thread >> 5; start < items; start += AT_ONCE * ALL_WARPS) {
+    uint4 v[AT_ONCE], add[AT_ONCE];
 #pragma unroll
-    for (int j = 0; j < CHUNKS_AT_ONCE; ++j) {
+    for (int j = 0; j < AT_ONCE; ++j) {
       const int item = min(start + j * ALL_WARPS, items - 1), row = item / segments;
       const int column = min(w.first_unit * 64 + ((item - row * segments) * 32 + lane) * 8, p.k - 8);
       const long long place = static_cast<long long>(row) * p.k + column;
@@ -122,7 +124,7 @@ __device__ void load_normed(const DecodeParams& p, const Shared& s, const Work& 
       add[j] = p.residual == nullptr ? make_uint4(0, 0, 0, 0) : load_x_16(p.residual + place);
     }
 #pragma unroll
-    for (int j = 0; j < CHUNKS_AT_ONCE; ++j) {
+    for (int j = 0; j < AT_ONCE; ++j) {
       const int item = start + j * ALL_WARPS;
       if (item >= items) break;
       const int row = item / segments, chunk = (item - row * segments) * 32 + lane, column = w.first_unit * 64 + chunk * 8;
@@ -170,5 +172,21 @@ __device__ void load_normed(const DecodeParams& p, const Shared& s, const Work& 
     const uint4 v = *place;
     *place = make_uint4(norm_pair(v.x, r, scale[0], scale[1]), norm_pair(v.y, r, scale[2], scale[3]), norm_pair(v.z, r, scale[4], scale[5]),
                         norm_pair(v.w, r, scale[6], scale[7]));
+  }
+}
+
+// All threads of the block.
+__device__ __forceinline__ void make_x(const DecodeParams& p, const Shared& s, const Work& w, int cluster, int thread) {
+  const int chunks = w.slice_units * 8;
+  if (p.input == INPUT_GATED) {
+    if (p.m * chunks <= THREADS) {
+      load_gated<1>(p, s, w, thread);
+    } else {
+      load_gated<CHUNKS_AT_ONCE>(p, s, w, thread);
+    }
+  } else if (p.m * ((chunks + 31) / 32) <= THREADS / 32) {
+    load_normed<1>(p, s, w, cluster, thread);
+  } else {
+    load_normed<CHUNKS_AT_ONCE>(p, s, w, cluster, thread);
   }
 }
