@@ -23,10 +23,6 @@ MOST_ROWS = 64
 GROUPS = (32, 16, 8)
 """Rows of x of one launch, at most; the first that fits into shared memory."""
 
-WORDS = 0
-AHEAD = 0
-"""Units of its stream that a warp asks to be brought into the second-level cache while it waits for x, beyond those that its ring holds."""
-
 
 class _Params(ctypes.Structure):
     """`DecodeParams` of cuda/decode.cuh."""
@@ -36,16 +32,14 @@ class _Params(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("tiles", "x", "out", "bias", "side", "a", "partials", "counters")),
         *((name, ctypes.c_int) for name in ("m", "n", "k", "units", "row_tiles")),
         *((name, ctypes.c_int) for name in ("round_tiles", "slice_units", "rank_slots", "ranks")),
-        *((name, ctypes.c_int) for name in ("groups", "chunks", "ahead")),
-        *((name, ctypes.c_int) for name in ("segments", "parts", "float_out", "vectors")),
+        *((name, ctypes.c_int) for name in ("groups", "chunks", "unused")),
+        *((name, ctypes.c_int) for name in ("segments", "parts", "float_out", "unused_too")),
         ("scale_base", ctypes.c_uint),
-        ("input", ctypes.c_int),
+        ("segment_stop", record.Stops),
+        ("part", record.Parts),
         *((name, ctypes.c_void_p) for name in ("residual", "stream", "norm", "z")),
         ("eps", ctypes.c_float),
         ("z_stride", ctypes.c_int),
-        ("words", ctypes.c_int),
-        ("segment_stop", record.Stops),
-        ("part", record.Parts),
     )
 
 
@@ -81,7 +75,8 @@ def product(
     tokens = x_TI.shape[0]
     shape = find(space, tokens, weight, ranks_of(a_RI))
     assert shape is not None, (x_TI.shape, weight.shape)
-    kernel = compiled(space.device, "decode", tuple(macros(shape, weight.format).items()))
+    vectors = weight.shape[1] % 8 == 0 and all(t.data_ptr() % 16 == 0 for t in (x_TI, *a_RI))
+    kernel = compiled(space.device, "decode", tuple(macros(shape, weight.format, vectors, made).items()))
     out_TO = torch.empty(tokens, weight.shape[0], dtype=dtype, device=x_TI.device)
     if bias_O is not None:
         bias_O = bias_O.to(torch.bfloat16).contiguous()
@@ -91,11 +86,7 @@ def product(
         bias=None if bias_O is None else bias_O.data_ptr(),
         side=record.side_of(weight),
         a=a_RI[0].data_ptr() if a_RI else None,
-        partials=(
-            space.sums(pieces * shape.columns * 128) if WORDS else space.scratch(pieces * shape.columns, 256)
-        ).data_ptr()
-        if pieces
-        else None,
+        partials=space.sums(pieces * shape.columns * 128).data_ptr() if pieces else None,
         counters=space.counters()[DECODE_COUNTERS].data_ptr(),
         n=weight.shape[0],
         k=weight.shape[1],
@@ -107,14 +98,11 @@ def product(
         ranks=ranks_of(a_RI),
         groups=shape.groups,
         chunks=shape.chunks,
-        ahead=AHEAD,
         segments=len(weight.segments),
         parts=len(placements),
         float_out=int(dtype == torch.float32),
-        vectors=int(weight.shape[1] % 8 == 0 and all(t.data_ptr() % 16 == 0 for t in (x_TI, *a_RI))),
         scale_base=SCALE_BASE,
         **_made(made),
-        words=WORDS,
         segment_stop=record.stops_of(weight),
         part=record.parts_of(placements, b_OR),
     )
@@ -139,12 +127,9 @@ def makes(x_TX: Tensor, made: Made, weight: PackedWeight, a_RI: Sequence[Tensor]
 
 def _made(made: Made | None) -> dict[str, Any]:
     """The kernel's arguments about how x is made."""
-    if made is None:
+    if made is None or isinstance(made, Gated):
         return {}
-    if isinstance(made, Gated):
-        return {"input": 1}
     return {
-        "input": 2,
         "residual": None if made.residual_TI is None else made.residual_TI.data_ptr(),
         "stream": None if made.residual_TI is None else made.stream_TI.data_ptr(),
         "norm": made.weight_I.data_ptr(),
@@ -196,14 +181,16 @@ def _stride(columns: int) -> int:
     return 256 if columns == 1 else 128
 
 
-def macros(shape: Geometry, name: str) -> dict[str, int]:
-    """Compile-time constants of the kernel for the format called `name`."""
+def macros(shape: Geometry, name: str, vectors: bool = True, made: Made | None = None) -> dict[str, int]:
+    """Compile-time constants of the kernel for the format called `name`; `vectors`: rows of x and A are whole chunks of 16 bytes."""
     return {
         **TILED[name].macros(_stride(shape.columns)),
         "NT": shape.columns,
         "WARPS": geometry.warps(shape.columns),
         "CLUSTER": shape.cluster,
         "STAGES": shape.ring,
+        "VECTORS": int(vectors),
+        "INPUT": 0 if made is None else 1 if isinstance(made, Gated) else 2,
     }
 
 

@@ -7,24 +7,27 @@
 // count at a barrier there, and when all have come, that block adds them in the order of the inputs.
 //
 // Adapters: h = A x is made once for all blocks. Each has a few rows of A and a run of its slice of the inputs, loaded while x was not there yet; the
-// partial sums go through global memory, where a counter tells when all are there. Four more warps wait for that while the others stream, and
+// partial sums go through global memory, where a number that is not there yet has bits that no sum has. Four more warps watch for them while the others stream, and
 // make bias + scale * B h for the row tiles that their block will finish. All blocks run at the same time.
 //
-// Compile-time: FORMAT, NT (columns of 8 rows of x), WARPS (main warps), STAGES (depth of a ring, even), CLUSTER.
+// Compile-time: FORMAT, NT (columns of 8 rows of x), WARPS (main warps), STAGES (depth of a ring, even), CLUSTER, VECTORS (rows of x and A are whole
+// chunks of 16 bytes), INPUT (how x is made: inputs.cuh).
 
 constexpr int RING_BYTES = STAGES * TILE_BYTES;
+// Partial sums of h that a thread watches together.
+constexpr int PIECES_AT_ONCE = 8;
 
 // Writes to the same place in the shared memory of block `rank` of the cluster, where the bytes count at `barrier`.
-__device__ __forceinline__ void push(float4* place, int rank, float4 v, u64* barrier) {
+__device__ __forceinline__ void push(u32 place, int rank, float4 v, u64* barrier) {
 #if CLUSTER > 1
   u32 address, count;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(smem_address(place)), "r"(rank));
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(place), "r"(rank));
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(count) : "r"(smem_address(barrier)), "r"(rank));
   asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1,%2,%3,%4}, [%5];" ::"r"(address),
                "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(count)
                : "memory");
 #else
-  *place = v;
+  asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(place), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
 #endif
 }
 
@@ -44,8 +47,17 @@ __device__ int round_bytes(const DecodeParams& p, const Work& w, int tiles, int 
   return slots * NT * 512;
 }
 
+// Bytes may come before they are expected: the barrier waits for this arrival.
+__device__ __forceinline__ void expect_round(const DecodeParams& p, const Work& w, int tiles, u64* barrier, int warp, int lane) {
+#if CLUSTER > 1
+  if (warp != WARPS) return;
+  const int bytes = round_bytes(p, w, tiles, lane);
+  if (lane == 0) barrier_expect(smem_address(barrier), bytes);
+#endif
+}
+
 __device__ void load_x(const DecodeParams& p, const Shared& s, const Work& w, int thread) {
-  const bool vectors = p.vectors;
+  constexpr bool vectors = VECTORS;
   const int chunks = w.slice_units * 8;
   const int rows = p.m < COLUMNS ? p.m : COLUMNS;
   for (int i = thread; i < rows * chunks; i += LORA_THREADS) {
@@ -78,7 +90,7 @@ __device__ __forceinline__ void load_a(const DecodeParams& p, const Work& w, int
   const int first = 16 * group + (lane >> 2), column = w.first_unit * 64 + from * 32 + 8 * (lane & 3);
   const u16* row = p.a + static_cast<long long>(first) * p.k;
   const u16* next = row + 8ll * p.k;
-  if (p.vectors) {
+  if (VECTORS) {
 #pragma unroll
     for (int j = 0; j < HALVES; ++j) {
       const int k = column + 32 * j;
@@ -137,26 +149,16 @@ __device__ __forceinline__ void shrink(const DecodeParams& p, const Shared& s, c
         float4 sum = s.local[i];
 #pragma unroll
         for (int other = 1; other < WARPS + LORA_WARPS; ++other) add(sum, s.local[other * NT * 32 + i]);
-        if (p.words) store_watched_16(target + i, sum); else
-        store_global_16(target + i, sum);
+        store_watched_16(target + i, sum);
       }
     }
   }
 }
 
-// Tells all blocks that this block's pieces are written, waits for theirs, adds the ones that this cluster's rows need in order and rounds: h,
-// bfloat16 in shared memory. The last block to have read leaves zeros in the counters for the next kernel, which waits for the end of this one.
-__device__ void gather_h(const DecodeParams& p, const Shared& s, const Work& w, int cluster, int clusters, int thread) {
-  const int pieces = p.groups * p.chunks, mine = cluster < pieces ? (pieces - cluster + clusters - 1) / clusters : 0;
-  if (!p.words) fence_device();
-  if (!p.words) lora_sync();
-  if (thread == 0 && !p.words) {
-    if (mine > 0) add_relaxed(p.counters, mine);
-    while (load_acquire(p.counters) < static_cast<u32>(CLUSTER * pieces)) {
-    }
-  }
-  if (!p.words) lora_sync();
-  for (int i = thread; i < p.groups * NT * 32; i += LORA_THREADS) {
+// Waits for the pieces of h that this cluster's rows need, number by number, adds them in order and rounds: h, bfloat16 in shared memory.
+__device__ void gather_h(const DecodeParams& p, const Shared& s, const Work& w, int thread) {
+  const int count = CLUSTER * p.chunks, step = p.groups * NT * 32;
+  for (int i = thread; i < step; i += LORA_THREADS) {
     const int group = i / (NT * 32), n = (i / 32) % NT, lane = i & 31, g = lane >> 2, t = lane & 3;
     bool needed = false;
     for (int q = 0; q < p.parts; ++q) {
@@ -165,27 +167,22 @@ __device__ void gather_h(const DecodeParams& p, const Shared& s, const Work& w, 
     }
     if (!needed) continue;
     float4 sum = make_float4(0, 0, 0, 0);
-    const float4* source = p.partials + i;
-    if (p.words) {
-      const int count = CLUSTER * p.chunks, step = p.groups * NT * 32;
-      for (int chunk = 0; chunk < count; chunk += 8) {
-        float4 v[8];
-        bool wait;
-        do {
-          wait = false;
+#pragma unroll 1
+    for (int chunk = 0; chunk < count; chunk += PIECES_AT_ONCE) {
+      float4 v[PIECES_AT_ONCE];
+      bool wait;
+      do {
+        wait = false;
 #pragma unroll
-          for (int j = 0; j < 8; ++j) v[j] = load_watched_16(source + min(chunk + j, count - 1) * step);
+        for (int j = 0; j < PIECES_AT_ONCE; ++j) v[j] = load_watched_16(p.partials + i + min(chunk + j, count - 1) * step);
 #pragma unroll
-          for (int j = 0; j < 8; ++j) wait |= missing(v[j]);
-        } while (wait);
+        for (int j = 0; j < PIECES_AT_ONCE; ++j) wait |= missing(v[j]);
+      } while (wait);
 #pragma unroll
-        for (int j = 0; j < 8; ++j) {
-          if (chunk + j < count) add(sum, v[j]);
-        }
+      for (int j = 0; j < PIECES_AT_ONCE; ++j) {
+        if (chunk + j < count) add(sum, v[j]);
       }
-    } else
-#pragma unroll 8
-    for (int chunk = 0; chunk < CLUSTER * p.chunks; ++chunk) add(sum, load_global_16(source + chunk * p.groups * NT * 32));
+    }
     u16* target = s.h + (8 * n + 2 * t) * s.h_stride + 16 * group + g;
     target[0] = to_bf16(sum.x);
     target[s.h_stride] = to_bf16(sum.y);
@@ -193,22 +190,16 @@ __device__ void gather_h(const DecodeParams& p, const Shared& s, const Work& w, 
     target[s.h_stride + 8] = to_bf16(sum.w);
   }
   lora_sync();
-  if (!p.words) {
-    if (thread == 0 && add_relaxed(p.counters + 1, 1) == gridDim.x - 1) p.counters[0] = p.counters[1] = 0;
-  } else {
-    // The last warp to have read, of all blocks, leaves nothing behind for the next kernel, which waits for the end of this one.
-    const int lane = thread & 31;
-    u32 before = 0;
-    if (thread < 32) {
-      if (lane == 0) before = add_relaxed(p.counters + 1, 1);
-      before = __shfl_sync(0xFFFFFFFFu, before, 0);
-      if (before == gridDim.x - 1) {
-        const float none = __uint_as_float(MISSING);
-        for (int i = lane; i < CLUSTER * p.chunks * p.groups * NT * 32; i += 32) store_watched_16(p.partials + i, make_float4(none, none, none, none));
-        if (lane == 0) p.counters[1] = 0;
-      }
-    }
-  }
+}
+
+// The last block to have read h leaves nothing of it behind for the next kernel, which waits for the end of this one. One warp.
+__device__ __forceinline__ void clear_h(const DecodeParams& p, int lane) {
+  u32 before = 0;
+  if (lane == 0) before = add_relaxed(p.counters, 1);
+  if (__shfl_sync(0xFFFFFFFFu, before, 0) != gridDim.x - 1) return;
+  const float none = __uint_as_float(MISSING);
+  for (int i = lane; i < CLUSTER * p.chunks * p.groups * NT * 32; i += 32) store_watched_16(p.partials + i, make_float4(none, none, none, none));
+  if (lane == 0) p.counters[0] = 0;
 }
 
 __device__ __forceinline__ void start_round(const DecodeParams& p, Producer& at, const Work& w, int warp, int lane) {
@@ -257,22 +248,6 @@ __device__ __forceinline__ void produce(const DecodeParams& p, Producer& at, con
   copy_async_commit();
 }
 
-// Brings what a warp will copy after its ring is full into the second-level cache, up to `units` units: memory rests until x is there.
-__device__ __forceinline__ void fetch_ahead(const Producer& at, int units, int slice_units, u32 row_jump, int lane) {
-#if __CUDA_ARCH__ >= 900
-  const u8* source = at.source - 16 * lane;
-  int row_left = at.row_left;
-#pragma unroll 1
-  for (int left = lane == 0 ? min(at.left, units) : 0; left > 0;) {
-    const int run = min(left, row_left);
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(source), "r"(run * TILE_BYTES) : "memory");
-    source += (run - 1) * TILE_BYTES + row_jump;
-    left -= run;
-    row_left = slice_units;
-  }
-#endif
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS, 1) decode(const __grid_constant__ DecodeParams p) {
   extern __shared__ __align__(128) u8 memory[];
   __shared__ u64 arrived;
@@ -313,13 +288,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode(const __grid_con
     start_round(p, at, w, warp, lane);
 #pragma unroll 1
     for (int i = 0; i < STAGES - 2; i += 2) produce(p, at, w, ring + i * TILE_BYTES + 16 * lane, row_jump, warp, lane);
-    fetch_ahead(at, p.ahead, w.slice_units, row_jump, lane);
   }
   fill_table(memory, p.side, thread, THREADS);
   cluster_wait();
-  if (warp >= WARPS) {
+  // What follows from the shapes alone is found before x is there.
+  int tiles = min(p.round_tiles, w.tile_stop - w.tile_start);
+  int first = share(w.rank, CLUSTER, tiles), last = share(w.rank + 1, CLUSTER, tiles);
+  Sources of = sources(p, tiles, first, first + warp / NT, lane);
+  Course at_work = {};
+  if (warp < WARPS) {
+    at_work = course(p, s, w, tiles, warp, lane);
+  } else {
+    expect_round(p, w, tiles, &arrived, warp, lane);
     warm_epilogue(p, w, thread - 32 * WARPS);
-    if (p.input == INPUT_NORMED) warm_norm(p, w, thread - 32 * WARPS);
+    if (INPUT == INPUT_NORMED) warm_norm(p, w, thread - 32 * WARPS);
   }
   // Nor do adapters change under the kernel in front, where launches overlap at all (in captures).
   uint4 a[HALVES][2];
@@ -328,7 +310,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode(const __grid_con
     const int from = piece.from + share(warp, WARPS + LORA_WARPS, piece.to - piece.from);
     load_a(p, w, piece.group, from, piece.from + share(warp + 1, WARPS + LORA_WARPS, piece.to - piece.from), lane, a);
   }
-  if (p.input != INPUT_PLAIN) {
+  if (INPUT != INPUT_PLAIN) {
     dependencies_wait();
     make_x(p, s, w, cluster, thread);
   } else if (warp >= WARPS) {
@@ -338,7 +320,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode(const __grid_con
   __syncthreads();
   if (p.parts > 0) {
     shrink(p, s, w, cluster, clusters, a, warp, lane);
-    if (warp >= WARPS) gather_h(p, s, w, cluster, clusters, thread - 32 * WARPS);
+    if (warp >= WARPS) gather_h(p, s, w, thread - 32 * WARPS);
   }
 
   const Unpacker unpack = unpacker(p.scale_base, smem_address(memory), lane);
@@ -347,18 +329,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode(const __grid_con
   const u32 codes_at = ring + 16 * lane, scales_at = ring + TILE_CODES + sizeof(ScaleBytes) * (lane >> 2);
   u32 stage = 0, free_stage = (STAGES - 2) * TILE_BYTES;  // offsets in the ring, of pairs of units
   u32 parity = 0;
-  for (int round = w.tile_start; round < w.tile_stop; round += p.round_tiles) {
-    const int tiles = min(p.round_tiles, w.tile_stop - round);
-    const int first = share(w.rank, CLUSTER, tiles), last = share(w.rank + 1, CLUSTER, tiles);
+  for (int round = w.tile_start;;) {
     if (warp < WARPS) {
-      int from, stop;
-      warp_range(tiles, w, warp, from, stop);
-      int tile = from / w.slice_units, left = stop - from;
-      int row_left = (tile + 1) * w.slice_units - from;
+      int tile = at_work.tile, left = at_work.left, row_left = at_work.row_left;
+      Delivery to = at_work.to;
       u32 x_at = x_row + (w.slice_units - row_left) * 128;
       Rows rows = rows_of(p.side, p.units, round + tile, w.first_unit + w.slice_units - row_left, lane);
-      Delivery to;
-      if (left > 0) address(p, s, w, to, tiles, tile, warp, lane);
       float c[CHAINS][NT][4] = {};
 #pragma unroll 1
       while (left > 0) {
@@ -379,11 +355,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode(const __grid_con
             for (int n = 0; n < NT; ++n) {
               float4 sum = make_float4(c[0][n][0], c[0][n][1], c[0][n][2], c[0][n][3]);
               if (CHAINS == 2) add(sum, make_float4(c[CHAINS - 1][n][0], c[CHAINS - 1][n][1], c[CHAINS - 1][n][2], c[CHAINS - 1][n][3]));
-              push(to.slot + n * 32, to.owner, sum, &arrived);
+              push(to.slot + n * 512, to.owner, sum, &arrived);
 #pragma unroll
               for (int j = 0; j < 4; ++j) c[0][n][j] = c[CHAINS - 1][n][j] = 0;
             }
-            to.slot += NT * 32;
+            to.slot += NT * 512;
             ++tile;
             rows = rows_of(p.side, p.units, round + tile, w.first_unit, lane);
             row_left = w.slice_units;
@@ -393,27 +369,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode(const __grid_con
         stage = free_stage == (STAGES - 2) * TILE_BYTES ? 0 : free_stage + 2 * TILE_BYTES;
       }
     } else {
-#if CLUSTER > 1
-      // Bytes may come before they are expected: the barrier waits for this arrival.
-      if (warp == WARPS) {
-        const int bytes = round_bytes(p, w, tiles, lane);
-        if (lane == 0) barrier_expect(smem_address(&arrived), bytes);
-      }
-#endif
       expand(p, s, w, round + first, round + last, thread - 32 * WARPS);
     }
     __syncthreads();
 #if CLUSTER > 1
     barrier_wait(smem_address(&arrived), parity);
 #endif
-    finish(p, s, round, tiles, first, last, warp, lane);
-    const int following = round + p.round_tiles;
-    if (following < w.tile_stop) {
-#if CLUSTER > 1
-      parity ^= 1;
-#endif
-      // The next round writes to the same places.
-      cluster_sync();
+    finish(p, s, of, round, tiles, first, last, warp, lane);
+    round += p.round_tiles;
+    if (round >= w.tile_stop) break;
+    // The next round writes to the same places.
+    cluster_sync();
+    parity ^= 1;
+    tiles = min(p.round_tiles, w.tile_stop - round);
+    first = share(w.rank, CLUSTER, tiles), last = share(w.rank + 1, CLUSTER, tiles);
+    of = sources(p, tiles, first, first + warp / NT, lane);
+    if (warp < WARPS) {
+      at_work = course(p, s, w, tiles, warp, lane);
+    } else {
+      expect_round(p, w, tiles, &arrived, warp, lane);
     }
   }
+  if (p.parts > 0 && warp == WARPS) clear_h(p, lane);
 }

@@ -6,7 +6,7 @@ constexpr int LORA_THREADS = 32 * LORA_WARPS;
 constexpr int THREADS = 32 * WARPS + LORA_THREADS;
 constexpr int COLUMNS = 8 * NT;
 // Halves of a unit of A that are under way to a warp together.
-constexpr int HALVES = 4;
+constexpr int HALVES = 2;
 // Most lines of B that are brought into the L1 cache ahead.
 constexpr int WARM_LINES = 128;
 // Independent accumulators of one output, so that one product need not wait for the last.
@@ -19,23 +19,22 @@ struct DecodeParams {
   const u16* bias;
   const float* side;  // of the format: divisors of NVFP4's segments, what doubly quantized scales need, or null
   const u16* a;
-  float4* partials;  // [CLUSTER * chunks][groups][NT][32]
-  u32* counters;     // two zeros
+  float4* partials;  // [CLUSTER * chunks][groups][NT][32], MISSING between launches
+  u32* counters;     // a zero between launches
   int m, n, k, units, row_tiles;
   int round_tiles, slice_units, rank_slots, ranks;
-  int groups, chunks, ahead;  // 16 rows of A, and runs of a slice of the inputs: pieces of h; units to fetch ahead of a full ring
-  int segments, parts, float_out, vectors;
+  int groups, chunks, unused;  // 16 rows of A, and runs of a slice of the inputs: pieces of h
+  int segments, parts, float_out, unused_too;
   u32 scale_base;  // 0x70007000
-  int input;       // how x is made: see inputs.cuh, with what follows
+  int segment_stop[4];
+  Part part[MAX_PARTS];
+  // Of INPUT_NORMED (inputs.cuh).
   const u16* residual;  // [m, k], or null
   u16* stream;          // [m, k], or null
   const float* norm;    // [k]
   const float* z;       // [k], or [m, k] where its rows are z_stride apart, or null
   float eps;
   int z_stride;
-  int words;  // trial
-  int segment_stop[4];
-  Part part[MAX_PARTS];
 };
 
 struct Shared {
@@ -81,17 +80,6 @@ __device__ __forceinline__ void cluster_wait() {
 #endif
 }
 
-// Memory that blocks share: written for all of the device, read from the L2 cache.
-__device__ __forceinline__ void store_global_16(float4* place, float4 v) {
-  asm volatile("st.global.cg.v4.f32 [%0], {%1,%2,%3,%4};" ::"l"(place), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
-}
-
-__device__ __forceinline__ float4 load_global_16(const float4* place) {
-  float4 v;
-  asm volatile("ld.global.cg.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(place));
-  return v;
-}
-
 // Words that another block watches: written and read one by one, in no order with anything else.
 __device__ __forceinline__ void store_watched_16(float4* place, float4 v) {
   asm volatile("st.relaxed.gpu.global.v4.f32 [%0], {%1,%2,%3,%4};" ::"l"(place), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
@@ -110,18 +98,10 @@ __device__ __forceinline__ bool missing(float4 v) {
   return __float_as_uint(v.x) == MISSING || __float_as_uint(v.y) == MISSING || __float_as_uint(v.z) == MISSING || __float_as_uint(v.w) == MISSING;
 }
 
-__device__ __forceinline__ void fence_device() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
-
 __device__ __forceinline__ u32 add_relaxed(u32* counter, u32 value) {
   u32 before;
   asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(value) : "memory");
   return before;
-}
-
-__device__ __forceinline__ u32 load_acquire(const u32* counter) {
-  u32 value;
-  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(counter) : "memory");
-  return value;
 }
 
 // Reads two bytes, so that their line is in the L1 cache.
@@ -247,8 +227,14 @@ __device__ __forceinline__ void multiply_unit(uint4 codes, ScaleBytes bytes, Row
 
 // Where the partial sums of one warp go: to the block that finishes the tile, the next slot for the next tile of the same block.
 struct Delivery {
-  float4* slot;
+  u32 slot;  // in shared memory
   int owner, owner_stop;
+};
+
+// Where the products of one warp are in a round.
+struct Course {
+  int tile, left, row_left;  // units of the warp, and of its row tile
+  Delivery to;
 };
 
 __device__ __forceinline__ void address(const DecodeParams& p, const Shared& s, const Work& w, Delivery& to, int tiles, int tile, int warp, int lane) {
@@ -257,20 +243,48 @@ __device__ __forceinline__ void address(const DecodeParams& p, const Shared& s, 
   to.owner_stop = share(to.owner + 1, CLUSTER, tiles);
   const int first = share(to.owner, CLUSTER, tiles);
   const int slot = w.rank * p.rank_slots + tile - first + warp - holder(first * w.slice_units, active, total);
-  to.slot = s.slots + slot * NT * 32 + lane;
+  to.slot = smem_address(s.slots) + (slot * NT * 32 + lane) * 16;
+}
+
+__device__ __forceinline__ Course course(const DecodeParams& p, const Shared& s, const Work& w, int tiles, int warp, int lane) {
+  Course at;
+  int from, stop;
+  warp_range(tiles, w, warp, from, stop);
+  at.tile = from / w.slice_units;
+  at.left = stop - from;
+  at.row_left = (at.tile + 1) * w.slice_units - from;
+  if (at.left > 0) address(p, s, w, at.to, tiles, at.tile, warp, lane);
+  return at;
+}
+
+// Where the partial sums of a row tile lie: a lane of the warp knows the slots that the block of its number sent.
+struct Sources {
+  int slot, count;
+};
+
+__device__ __forceinline__ Sources sources(const DecodeParams& p, int tiles, int first, int tile, int lane) {
+  const int rank = min(lane, CLUSTER - 1), slice = share(rank + 1, CLUSTER, p.units) - share(rank, CLUSTER, p.units);
+  const int total = tiles * slice, active = min(WARPS, total), base = holder(first * slice, active, total);
+  const int from = holder(tile * slice, active, total), to = holder((tile + 1) * slice - 1, active, total);
+  return {rank * p.rank_slots + tile - first + from - base, to - from + 1};
 }
 
 // Adds the partial sums of (row tile, column of 8) over blocks and warps, in the order of the inputs.
-__device__ __forceinline__ float4 reduce(const DecodeParams& p, const Shared& s, int tiles, int first, int tile, int n, int lane) {
+__device__ __forceinline__ float4 reduce(const Shared& s, Sources of, int n, int lane) {
+  const float4* place[CLUSTER];
+  float4 first[CLUSTER];
+#pragma unroll
+  for (int rank = 0; rank < CLUSTER; ++rank) {
+    place[rank] = s.slots + (__shfl_sync(0xFFFFFFFFu, of.slot, rank) * NT + n) * 32 + lane;
+    first[rank] = *place[rank];
+  }
   float4 sum = make_float4(0, 0, 0, 0);
 #pragma unroll
   for (int rank = 0; rank < CLUSTER; ++rank) {
-    const int slice = share(rank + 1, CLUSTER, p.units) - share(rank, CLUSTER, p.units);
-    const int total = tiles * slice, active = min(WARPS, total), base = holder(first * slice, active, total);
-    const int from = holder(tile * slice, active, total) - base, to = holder((tile + 1) * slice - 1, active, total) - base;
-    const float4* slot = s.slots + ((rank * p.rank_slots + tile - first + from) * NT + n) * 32 + lane;
-#pragma unroll 2
-    for (int i = from; i <= to; ++i, slot += NT * 32) add(sum, *slot);
+    const int count = __shfl_sync(0xFFFFFFFFu, of.count, rank);
+    add(sum, first[rank]);
+#pragma unroll 1
+    for (int i = 1; i < count; ++i) add(sum, place[rank][i * NT * 32]);
   }
   return sum;
 }
@@ -283,12 +297,14 @@ __device__ __forceinline__ void store(const DecodeParams& p, long long place, fl
   }
 }
 
-// Finishes this block's share of a round: row tiles [first, last) of `tiles`, which begin at row tile `round`.
-__device__ __forceinline__ void finish(const DecodeParams& p, const Shared& s, int round, int tiles, int first, int last, int warp, int lane) {
+// Finishes this block's share of a round: row tiles [first, last) of `tiles`, which begin at row tile `round`. `of`: the sources of the
+// first tile of this warp.
+__device__ __forceinline__ void finish(const DecodeParams& p, const Shared& s, Sources of, int round, int tiles, int first, int last, int warp, int lane) {
   const int g = lane >> 2, t = lane & 3;
   for (int item = warp; item < (last - first) * NT; item += THREADS / 32) {
     const int n = item % NT, local = item / NT;
-    const float4 sum = reduce(p, s, tiles, first, first + local, n, lane);
+    if (item != warp) of = sources(p, tiles, first, first + local, lane);
+    const float4 sum = reduce(s, of, n, lane);
     const float4 extra = s.extra[(local * NT + n) * 32 + lane];
     const float low = s.factor[local * 16 + g], high = s.factor[local * 16 + g + 8];
     const int row = 16 * (round + first + local) + g, column = 8 * n + 2 * t;

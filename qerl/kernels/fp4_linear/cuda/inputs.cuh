@@ -6,7 +6,7 @@
 
 constexpr int INPUT_PLAIN = 0, INPUT_GATED = 1, INPUT_NORMED = 2;
 // Chunks of 8 inputs whose loads a thread has under way together.
-constexpr int CHUNKS_AT_ONCE = 4;
+constexpr int AT_ONCE = INPUT == INPUT_NORMED && CLUSTER == 8 ? NT : 2;
 
 __device__ __forceinline__ uint4 load_x_16(const u16* place) {
   uint4 v;
@@ -55,8 +55,7 @@ __device__ __forceinline__ u32 norm_pair(u32 pair, float r, float low_scale, flo
   return pack_bf16(__fmul_rn(__fmul_rn(low, r), low_scale), __fmul_rn(__fmul_rn(high, r), high_scale));
 }
 
-// p.x is [m, 2 k]: gate and up. All threads of the block, AT_ONCE chunks of each under way together.
-template <int AT_ONCE>
+// p.x is [m, 2 k]: gate and up. All threads of the block.
 __device__ __forceinline__ void load_gated(const DecodeParams& p, const Shared& s, const Work& w, int thread) {
   const int chunks = w.slice_units * 8, total = p.m * chunks;
 #pragma unroll 1
@@ -105,8 +104,7 @@ __device__ __forceinline__ void tell_sums(float* shares, int rank, int row, int 
 #endif
 }
 
-// All threads of the block, AT_ONCE chunks of each under way together. s.local is free until h is made.
-template <int AT_ONCE>
+// All threads of the block. s.local is free until h is made.
 __device__ __forceinline__ void load_normed(const DecodeParams& p, const Shared& s, const Work& w, int cluster, int thread) {
   const int lane = thread & 31, chunks = w.slice_units * 8, segments = (chunks + 31) / 32, items = p.m * segments;
   constexpr int ALL_WARPS = THREADS / 32;
@@ -177,16 +175,9 @@ __device__ __forceinline__ void load_normed(const DecodeParams& p, const Shared&
 
 // All threads of the block.
 __device__ __forceinline__ void make_x(const DecodeParams& p, const Shared& s, const Work& w, int cluster, int thread) {
-  const int chunks = w.slice_units * 8;
-  if (p.input == INPUT_GATED) {
-    if (p.m * chunks <= THREADS) {
-      load_gated<1>(p, s, w, thread);
-    } else {
-      load_gated<CHUNKS_AT_ONCE>(p, s, w, thread);
-    }
-  } else if (p.m * ((chunks + 31) / 32) <= THREADS / 32) {
-    load_normed<1>(p, s, w, cluster, thread);
-  } else {
-    load_normed<CHUNKS_AT_ONCE>(p, s, w, cluster, thread);
-  }
+#if INPUT == 1
+  load_gated(p, s, w, thread);
+#elif INPUT == 2
+  load_normed(p, s, w, cluster, thread);
+#endif
 }
