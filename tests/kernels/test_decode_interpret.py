@@ -29,10 +29,10 @@ def normal(*shape, seed=0):
 
 
 PLANS = {
-    "whole": Plan(first=1, most=1, workers=0),
-    "halves": Plan(first=2, most=2, workers=3),
-    "tiles": Plan(first=8, most=8, workers=1),
-    "eights": Plan(first=1, most=20, workers=5),
+    "whole": Plan(first=1, most=1, programs=20),
+    "halves": Plan(first=2, most=2, programs=3),
+    "tiles": Plan(first=8, most=8, programs=1),
+    "eights": Plan(first=1, most=20, programs=25),
 }
 
 
@@ -78,10 +78,10 @@ def long_and_short(size, kv_heads):
 
 
 @pytest.mark.usefixtures("short_parts")
-@pytest.mark.parametrize("workers", [1, 7, 40])
-def test_eighteen_parts_are_joined_in_two_turns_and_a_row_keeps_its_bits_in_any_batch(workers):
+@pytest.mark.parametrize("programs", [1, 7, 40])
+def test_eighteen_parts_are_joined_in_two_turns_and_a_row_keeps_its_bits_in_any_batch(programs):
     lengths, table, turns, k, v = long_and_short(16, 2)
-    qkv, plan = normal(4, 10 * 16), Plan(first=1, most=64, workers=workers)
+    qkv, plan = normal(4, 10 * 16), Plan(first=1, most=64, programs=programs)
     out = attention.cached_attention(qkv, turns, 6, 2, k, v, CacheRows(lengths, 64, table_BN=table), 0.25, None, plan)
     wide = [tensor.double() for tensor in (qkv, k, v)]
     rows = CacheRows(lengths, 64, table_BN=table)
@@ -187,9 +187,11 @@ def test_parts_fill_the_device_and_no_row_has_more_than_it_has_room_for(rows):
 
 
 def test_one_long_context_is_cut_finely_however_many_short_ones_stand_beside_it():
-    assert plan_for(1, 4, 132, 513) == Plan(first=64, most=64, workers=252)
-    assert -(-512 // tiles_of_parts(512, plan_for(8, 4, 132, 513))) == 32
-    assert -(-512 // tiles_of_parts(512, plan_for(64, 4, 132, 513))) == 16
+    assert plan_for(1, 4, 132, 513) == Plan(first=64, most=64, programs=256)
+    assert plan_for(64, 4, 132, 513).programs == 264
+    assert plan_for(256, 4, 132, 513).programs == 1024
+    for rows in (8, 64):
+        assert -(-512 // tiles_of_parts(512, plan_for(rows, 4, 132, 513))) == 16
 
 
 @pytest.mark.parametrize("vocabulary", [57, 128, 389, 4000])

@@ -130,7 +130,7 @@ def decode_calls(rows: torch.Tensor) -> None:
     qkv, cos, cache = torch.zeros(4, 36 * 128).bfloat16(), torch.zeros(4, 128), torch.zeros(4, 64, 4, 128).bfloat16()
     paged, plain = CacheRows(rows, 64, table_BN=table), CacheRows(rows, 64)
     norms = HeadNorms(q_weight_d=cos[0], k_weight_d=cos[0], eps=1e-6, q_noise=cos)
-    whole, cut = Plan(first=1, most=1, workers=0), Plan(first=64, most=64, workers=252)
+    whole, cut = Plan(first=1, most=1, programs=20), Plan(first=64, most=64, programs=256)
     for plan, given in ((whole, None), (cut, norms)):
         cached_attention.cached_attention(qkv, (cos, cos), 28, 4, cache, cache, paged, 0.1, given, plan)
         shared = SharedPages(pages_B=table[:, 0], members_CM=table[:2].repeat(1, 4), likely_groups=2)

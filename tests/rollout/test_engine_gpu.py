@@ -23,7 +23,7 @@ from qerl.train.learn import policy_logprobs
 pytestmark = pytest.mark.gpu
 RAGGED, GROUP = (5, 1, 17, 9, 16), 4
 SPEC = SamplingSpec(max_new_tokens=18, seed=4)
-WHOLE, FINE = Plan(first=1, most=1, workers=0), Plan(first=32, most=32, workers=100)
+WHOLE, FINE = Plan(first=1, most=1, programs=20), Plan(first=32, most=32, programs=100)
 """No context is cut; each as finely as it goes."""
 KERNEL_TOLERANCE = 0.004
 """bfloat16 mean |difference of probabilities| of engine and trainer."""
@@ -71,7 +71,7 @@ def test_cached_attention_equals_the_reference_at_any_length_and_split(dtype, he
     wide = [cache.double() for cache in caches]
     exact = reference.cached_attention(qkv.double(), turns, heads, kv_heads, *wide, rows, 0.1)
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
-    for plan in (None, WHOLE, FINE, Plan(first=5, most=5, workers=40), FINE):
+    for plan in (None, WHOLE, FINE, Plan(first=5, most=5, programs=40), FINE):
         found = triton.cached_attention(qkv, turns, heads, kv_heads, *caches, rows, 0.1, None, plan)
         torch.testing.assert_close(found.double(), exact, rtol=tolerance, atol=tolerance)
     assert all(torch.equal(cache.double(), other) for cache, other in zip(caches, wide, strict=True))

@@ -16,29 +16,19 @@ from qerl.kernels.cached_attention.device import (
     finish,
     joined,
     leave,
+    load_heads,
+    load_turns,
     merged,
     own_tiles,
     part_tiles,
-    rotated,
     stored,
+    turned,
     walk,
 )
 from qerl.kernels.overlap import begin, launch_next, wait
 
 
-@triton.jit(
-    do_not_specialize=[
-        "rows",
-        "first",
-        "most",
-        "workers",
-        "slots",
-        "before_slots",
-        "group_first",
-        "group_most",
-        "early",
-    ]
-)
+@triton.jit(do_not_specialize=["rows", "first", "most", "slots", "before_slots", "group_first", "group_most", "early"])
 def attend(
     qkv_ptr,
     cos_ptr,
@@ -64,7 +54,6 @@ def attend(
     rows,
     first,
     most,
-    workers,
     slots,
     before_slots,
     group_first,
@@ -100,23 +89,21 @@ def attend(
         wait(OVERLAP)
     program = tl.program_id(0)
     pairs = rows * KV_HEADS
-    lane_L = tl.arange(0, LANES)
-    # The first programs have the first part of each row and head, the others all further parts in turn.
-    end = program + 1
+    # The first part of each row and head, and then all further parts in turn, for as many programs as there are.
+    end = pairs
     if SPLIT:
-        if program >= pairs:
-            _, _, tiles_L = own_tiles(lengths_ptr, shared_ptr, lane_L, lane_L < rows, SHARED, TILE, PAGED, PAGE)
-            further_L = tl.maximum(tl.cdiv(tiles_L, part_tiles(tiles_L, first, most, LEAST, LONG)), 1) - 1
-            end = pairs + tl.sum(tl.where(lane_L < rows, further_L, 0), 0) * KV_HEADS
-    for task in range(program, end, tl.maximum(workers, 1)):
+        lane_L = tl.arange(0, LANES)
+        _, _, tiles_L = own_tiles(lengths_ptr, shared_ptr, lane_L, lane_L < rows, SHARED, TILE, PAGED, PAGE)
+        further_L = tl.maximum(tl.cdiv(tiles_L, part_tiles(tiles_L, first, most, LEAST, LONG)), 1) - 1
+        further_L = tl.where(lane_L < rows, further_L, 0) * KV_HEADS
+        end += tl.sum(further_L, 0)
+    for task in range(program, end, tl.num_programs(0)):
         row32 = task // KV_HEADS
         kv_head = task % KV_HEADS
         part = 0
         if SPLIT:
-            if program >= pairs:
-                _, _, tiles_L = own_tiles(lengths_ptr, shared_ptr, lane_L, lane_L < rows, SHARED, TILE, PAGED, PAGE)
-                further_L = tl.maximum(tl.cdiv(tiles_L, part_tiles(tiles_L, first, most, LEAST, LONG)), 1) - 1
-                row32, rest = find(tl.where(lane_L < rows, further_L, 0) * KV_HEADS, lane_L, task - pairs)
+            if task >= pairs:
+                row32, rest = find(further_L, lane_L, task - pairs)
                 kv_head = rest % KV_HEADS
                 part = 1 + rest // KV_HEADS
         row = row32.to(tl.int64)
@@ -145,26 +132,30 @@ def attend(
         member_S = tl.arange(0, SIDE)
         lane_d = tl.arange(0, PADDED)
         row_1 = tl.zeros((1,), tl.int64) + row
-        q_Sd = rotated(
-            qkv_ptr, qkv_stride, cos_ptr, sin_ptr, q_weight_ptr, eps, q_z_ptr, q_z_stride, row_1,
-            kv_head * GROUP + member_S, member_S < GROUP, lane_d, NORMS, SIZE,
-        )  # fmt: skip
+        cos_1d, sin_1d = load_turns(cos_ptr, sin_ptr, row_1, lane_d, SIZE)
+        low_Sd, high_Sd = load_heads(
+            qkv_ptr, qkv_stride, row_1, kv_head * GROUP + member_S, member_S < GROUP, lane_d, SIZE
+        )
+        one_1 = tl.zeros((1,), tl.int32)
+        of_k_1 = KV_HEADS * GROUP + kv_head + one_1
+        k_low_1d, k_high_1d = load_heads(qkv_ptr, qkv_stride, row_1, of_k_1, one_1 == 0, lane_d, SIZE)
+        there_1d = (lane_d < SIZE)[None, :]
+        v_from = qkv_ptr + row * qkv_stride + (KV_HEADS * GROUP + KV_HEADS + kv_head) * SIZE
+        v_1d = tl.load(v_from + lane_d[None, :], mask=there_1d, other=0.0)
+        q_Sd = turned(
+            low_Sd, high_Sd, cos_1d, sin_1d, q_weight_ptr, eps, q_z_ptr, q_z_stride, row_1, lane_d, NORMS, SIZE
+        )
         top_S, sum_S, out_Sd = walk(
             q_Sd, k_ptr, v_ptr, line_ptr, row, kv_head, start, stop, length, scale, page_stride, token_stride,
             SIDE, SIZE, PADDED, TILE, PAGED, PAGE, EXACT,
         )  # fmt: skip
         if part == 0:
-            one_1 = tl.zeros((1,), tl.int32)
-            new_k_1d = rotated(
-                qkv_ptr, qkv_stride, cos_ptr, sin_ptr, k_weight_ptr, eps, k_z_ptr, k_z_stride, row_1,
-                KV_HEADS * GROUP + kv_head + one_1, one_1 == 0, lane_d, NORMS, SIZE,
-            )  # fmt: skip
-            there_1d = (lane_d < SIZE)[None, :]
-            v_from = qkv_ptr + row * qkv_stride + (KV_HEADS * GROUP + KV_HEADS + kv_head) * SIZE
-            new_v_1d = tl.load(v_from + lane_d[None, :], mask=there_1d, other=0.0)
+            turned_1d = turned(
+                k_low_1d, k_high_1d, cos_1d, sin_1d, k_weight_ptr, eps, k_z_ptr, k_z_stride, row_1, lane_d, NORMS, SIZE
+            )
             # What later steps will read is what this one sees.
-            new_k_1d = stored(new_k_1d, k_ptr.dtype.element_ty, K_FP8)
-            new_v_1d = stored(new_v_1d, v_ptr.dtype.element_ty, V_FP8)
+            new_k_1d = stored(turned_1d, k_ptr.dtype.element_ty, K_FP8)
+            new_v_1d = stored(v_1d, v_ptr.dtype.element_ty, V_FP8)
             page = row
             if PAGED:
                 page = tl.load(line_ptr + length // PAGE).to(tl.int64)
@@ -221,7 +212,7 @@ def attend(
                     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["groups", "first", "most", "workers", "slots"])
+@triton.jit(do_not_specialize=["groups", "first", "most", "slots"])
 def attend_together(
     qkv_ptr,
     cos_ptr,
@@ -242,7 +233,6 @@ def attend_together(
     groups,
     first,
     most,
-    workers,
     slots,
     table_stride,
     page_stride,
@@ -268,7 +258,7 @@ def attend_together(
     lead_L = tl.load(members_ptr + lane_L * MEMBERS, mask=lane_L < groups, other=-1)
     tiles_L = tl.load(shared_ptr + lead_L, mask=lead_L >= 0, other=0) * (PAGE // TILE)
     parts_L = tl.where(tiles_L > 0, tl.cdiv(tiles_L, part_tiles(tiles_L, first, most, LEAST, LONG)), 0)
-    for task in range(tl.program_id(0), tl.sum(parts_L, 0) * KV_HEADS, workers):
+    for task in range(tl.program_id(0), tl.sum(parts_L, 0) * KV_HEADS, tl.num_programs(0)):
         group, rest = find(parts_L * KV_HEADS, lane_L, task)
         kv_head = rest % KV_HEADS
         part = rest // KV_HEADS
@@ -285,10 +275,12 @@ def attend_together(
         kept_S = (row_S >= 0) & (member_S < GROUP)
         row_S = tl.maximum(row_S, 0)
         head_S = kv_head * GROUP + member_S
-        q_Sd = rotated(
-            qkv_ptr, qkv_stride, cos_ptr, sin_ptr, q_weight_ptr, eps, q_z_ptr, q_z_stride, row_S, head_S, kept_S,
-            tl.arange(0, PADDED), NORMS, SIZE,
-        )  # fmt: skip
+        lane_d = tl.arange(0, PADDED)
+        cos_Sd, sin_Sd = load_turns(cos_ptr, sin_ptr, row_S, lane_d, SIZE)
+        low_Sd, high_Sd = load_heads(qkv_ptr, qkv_stride, row_S, head_S, kept_S, lane_d, SIZE)
+        q_Sd = turned(
+            low_Sd, high_Sd, cos_Sd, sin_Sd, q_weight_ptr, eps, q_z_ptr, q_z_stride, row_S, lane_d, NORMS, SIZE
+        )
         top_S, sum_S, out_Sd = walk(
             q_Sd, k_ptr, v_ptr, table_ptr + lead * table_stride, lead, kv_head, start, stop, tiles * TILE, scale,
             page_stride, token_stride, SIDE, SIZE, PADDED, TILE, True, PAGE, EXACT,

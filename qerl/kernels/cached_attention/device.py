@@ -48,7 +48,7 @@ def own_tiles(
 
 
 @triton.jit
-def _scaled(low_Nd, high_Nd, weight_ptr, z_ptr, z_stride, row_N, lane_d, swapped_d, eps, SIZE: tl.constexpr):
+def scaled(low_Nd, high_Nd, weight_ptr, z_ptr, z_stride, row_N, lane_d, swapped_d, eps, SIZE: tl.constexpr):
     """RMSNorm of heads: (values, values of the swapped channels), rounded to the type of the projections."""
     inside_1d = (lane_d < SIZE)[None, :]
     wide_low_Nd, wide_high_Nd = low_Nd.to(tl.float32), high_Nd.to(tl.float32)
@@ -64,23 +64,45 @@ def _scaled(low_Nd, high_Nd, weight_ptr, z_ptr, z_stride, row_N, lane_d, swapped
 
 
 @triton.jit
-def rotated(
-    qkv_ptr, qkv_stride, cos_ptr, sin_ptr, weight_ptr, eps, z_ptr, z_stride, row_N, head_N, there_N, lane_d,
-    NORMS: tl.constexpr, SIZE: tl.constexpr,
-):  # fmt: skip
-    """[N, d]: heads of the projections (a row and a head each; a row alone, [1], is that of all), normalized and rotated."""
+def load_heads(qkv_ptr, qkv_stride, row_N, head_N, there_N, lane_d, SIZE: tl.constexpr):
+    """Heads of the projections, of a row and a head each (a row alone, [1], is that of all): (channels, swapped channels) [N, d]."""
     swapped_d = tl.where(lane_d < SIZE // 2, lane_d + SIZE // 2, lane_d - SIZE // 2)
-    inside_1d = (lane_d < SIZE)[None, :]
-    there_Nd = there_N[:, None] & inside_1d
+    there_Nd = there_N[:, None] & (lane_d < SIZE)[None, :]
     from_N1 = qkv_ptr + row_N[:, None] * qkv_stride + head_N[:, None] * SIZE
     low_Nd = tl.load(from_N1 + lane_d[None, :], mask=there_Nd, other=0.0)
-    high_Nd = tl.load(from_N1 + swapped_d[None, :], mask=there_Nd, other=0.0)
+    return low_Nd, tl.load(from_N1 + swapped_d[None, :], mask=there_Nd, other=0.0)
+
+
+@triton.jit
+def load_turns(cos_ptr, sin_ptr, row_N, lane_d, SIZE: tl.constexpr):
+    """(cosines, sines) [N, d] of rows."""
+    place_Nd, inside_1d = row_N[:, None] * SIZE + lane_d[None, :], (lane_d < SIZE)[None, :]
+    return tl.load(cos_ptr + place_Nd, mask=inside_1d, other=0.0), tl.load(
+        sin_ptr + place_Nd, mask=inside_1d, other=0.0
+    )
+
+
+@triton.jit
+def turned(
+    low_Nd,
+    high_Nd,
+    cos_Nd,
+    sin_Nd,
+    weight_ptr,
+    eps,
+    z_ptr,
+    z_stride,
+    row_N,
+    lane_d,
+    NORMS: tl.constexpr,
+    SIZE: tl.constexpr,
+):
+    """[N, d]: heads, normalized and rotated, in the type of the projections."""
+    dtype: tl.constexpr = low_Nd.dtype
     if NORMS:
-        low_Nd, high_Nd = _scaled(low_Nd, high_Nd, weight_ptr, z_ptr, z_stride, row_N, lane_d, swapped_d, eps, SIZE)
-    turn_N1 = row_N[:, None] * SIZE
-    cos_Nd = tl.load(cos_ptr + turn_N1 + lane_d[None, :], mask=inside_1d, other=0.0)
-    sin_Nd = tl.load(sin_ptr + turn_N1 + lane_d[None, :], mask=inside_1d, other=0.0)
-    return (low_Nd.to(tl.float32) * cos_Nd + high_Nd.to(tl.float32) * sin_Nd).to(qkv_ptr.dtype.element_ty)
+        swapped_d = tl.where(lane_d < SIZE // 2, lane_d + SIZE // 2, lane_d - SIZE // 2)
+        low_Nd, high_Nd = scaled(low_Nd, high_Nd, weight_ptr, z_ptr, z_stride, row_N, lane_d, swapped_d, eps, SIZE)
+    return (low_Nd.to(tl.float32) * cos_Nd + high_Nd.to(tl.float32) * sin_Nd).to(dtype)
 
 
 @triton.jit

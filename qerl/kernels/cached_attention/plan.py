@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 LEAST_TILES = 2
 """Fewest tiles of a part where a context has several."""
-LONG_TILES = 16
-"""A part of so many tiles costs nearly nothing beside its tiles: contexts that are longer than `first` of them have more parts, for other
+LONG_TILES = 32
+"""A part of so many tiles costs little beside its tiles: contexts that are longer than `first` of them have more parts, for other
 programs, whatever the rows beside them."""
 MOST_PARTS = 64
 """Of a context; joined in two turns of eight."""
@@ -31,8 +31,8 @@ class Plan:
     """Parts that a context is cut into as soon as it has the tiles."""
     most: int
     """Parts of a context at most; 1: none is cut."""
-    workers: int
-    """Programs that share out all parts but each context's first."""
+    programs: int
+    """Programs that share out the parts of all rows and heads."""
 
     @property
     def slots(self) -> int:
@@ -47,8 +47,7 @@ def plan_for(rows: int, kv_heads: int, processors: int, most_tiles: int) -> Plan
     most = max(first, min(MOST_PARTS, ALL_PARTS // rows))
     # No more than the longest context can have.
     most = max(1, min(most, max(min(first, -(-most_tiles // LEAST_TILES)), -(-most_tiles // LONG_TILES))))
-    workers = 0 if most == 1 else max(processors, PROGRAMS_PER_PROCESSOR * processors - pairs)
-    return Plan(first=first, most=most, workers=min(workers, pairs * (most - 1)))
+    return Plan(first=first, most=most, programs=max(pairs, min(pairs * most, PROGRAMS_PER_PROCESSOR * processors)))
 
 
 def members_for(heads: int, kv_heads: int) -> int:
@@ -61,4 +60,4 @@ def shared_plan(groups: int, kv_heads: int, processors: int) -> Plan:
     pairs = groups * kv_heads
     first = max(1, min(MOST_PARTS // 2, PROGRAMS_PER_PROCESSOR * processors // pairs))
     most = max(first, min(MOST_PARTS // 2, ALL_PARTS // (8 * groups)))
-    return Plan(first=first, most=most, workers=PROGRAMS_PER_PROCESSOR * processors)
+    return Plan(first=first, most=most, programs=PROGRAMS_PER_PROCESSOR * processors)

@@ -25,7 +25,14 @@ import triton
 from torch import Tensor
 
 from qerl.kernels.cached_attention.contexts import attend, attend_together
-from qerl.kernels.cached_attention.plan import LEAST_TILES, LONG_TILES, Plan, plan_for, shared_plan
+from qerl.kernels.cached_attention.plan import (
+    LEAST_TILES,
+    LONG_TILES,
+    PROGRAMS_PER_PROCESSOR,
+    Plan,
+    plan_for,
+    shared_plan,
+)
 from qerl.kernels.cached_attention.rows import CacheRows
 from qerl.kernels.cached_attention.storage import FP8
 from qerl.kernels.overlap import overlap
@@ -34,8 +41,6 @@ from qerl.kernels.rope import HeadNorms
 
 TILE = 64
 """Positions per step of a program's loop."""
-MANY_PROGRAMS = 3
-"""A multiprocessor with more programs than this hides the way of a tile by the others' work, and they keep one tile each in shared memory, not two."""
 LOG2_E = 1.4426950408889634
 _SIDE = 16
 """Least rows of a matrix product."""
@@ -101,7 +106,7 @@ def cached_attention(
     if shared is not None and together is not None:
         assert table_BN is not None
         members = shared.members_CM.shape[1]
-        attend_together[(together.workers,)](
+        attend_together[(together.programs,)](
             qkv_BX,
             cos_Bd,
             sin_Bd,
@@ -120,7 +125,6 @@ def cached_attention(
             len(shared.members_CM),
             together.first,
             together.most,
-            together.workers,
             slots,
             *strides,
             MEMBERS=members,
@@ -129,8 +133,8 @@ def cached_attention(
             num_stages=1 if exact else 3,
             **common,
         )
-    few = batch * kv_heads + plan.workers <= MANY_PROGRAMS * processors
-    attend[(batch * kv_heads + plan.workers,)](
+    few = plan.programs <= PROGRAMS_PER_PROCESSOR * processors
+    attend[(plan.programs,)](
         qkv_BX,
         cos_Bd,
         sin_Bd,
@@ -153,7 +157,6 @@ def cached_attention(
         batch,
         plan.first,
         plan.most,
-        plan.workers,
         slots,
         before,
         1 if together is None else together.first,
@@ -170,6 +173,7 @@ def cached_attention(
         JOINED=JOINED,
         K_FP8=k_cache_PLKd.dtype == FP8,
         V_FP8=v_cache_PLKd.dtype == FP8,
+        # With many programs a multiprocessor has four, which hide the way of a tile by the others' work: one tile each in shared memory, not two.
         # Tiles of float32 in several stages would not fit the shared memory of smaller devices.
         num_stages=1 if exact else 3 if few else 2,
         maxnreg=None if few or exact else 128,
