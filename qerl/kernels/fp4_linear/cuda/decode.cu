@@ -156,7 +156,8 @@ __device__ __forceinline__ void shrink(const DecodeParams& p, const Shared& s, c
 }
 
 // Waits for the pieces of h that this cluster's rows need, number by number, adds them in order and rounds: h, bfloat16 in shared memory.
-__device__ void gather_h(const DecodeParams& p, const Shared& s, const Work& w, int thread) {
+// Tells the first thread how many blocks had it before.
+__device__ __forceinline__ u32 gather_h(const DecodeParams& p, const Shared& s, const Work& w, int thread) {
   const int count = CLUSTER * p.chunks, step = p.groups * NT * 32;
   for (int i = thread; i < step; i += LORA_THREADS) {
     const int group = i / (NT * 32), n = (i / 32) % NT, lane = i & 31, g = lane >> 2, t = lane & 3;
@@ -190,12 +191,11 @@ __device__ void gather_h(const DecodeParams& p, const Shared& s, const Work& w, 
     target[s.h_stride + 8] = to_bf16(sum.w);
   }
   lora_sync();
+  return thread == 0 ? add_relaxed(p.counters, 1) : 0;
 }
 
 // The last block to have read h leaves nothing of it behind for the next kernel, which waits for the end of this one. One warp.
-__device__ __forceinline__ void clear_h(const DecodeParams& p, int lane) {
-  u32 before = 0;
-  if (lane == 0) before = add_relaxed(p.counters, 1);
+__device__ __forceinline__ void clear_h(const DecodeParams& p, u32 before, int lane) {
   if (__shfl_sync(0xFFFFFFFFu, before, 0) != gridDim.x - 1) return;
   const float none = __uint_as_float(MISSING);
   for (int i = lane; i < CLUSTER * p.chunks * p.groups * NT * 32; i += 32) store_watched_16(p.partials + i, make_float4(none, none, none, none));
@@ -294,7 +294,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode(const __grid_con
   // What follows from the shapes alone is found before x is there.
   int tiles = min(p.round_tiles, w.tile_stop - w.tile_start);
   int first = share(w.rank, CLUSTER, tiles), last = share(w.rank + 1, CLUSTER, tiles);
-  Sources of = sources(p, tiles, first, first + warp / NT, lane);
+  u32 of = sources(p, tiles, first, first + warp / NT, lane);
   Course at_work = {};
   if (warp < WARPS) {
     at_work = course(p, s, w, tiles, warp, lane);
@@ -318,9 +318,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode(const __grid_con
     load_x(p, s, w, thread - 32 * WARPS);
   }
   __syncthreads();
+  u32 before = 0;
   if (p.parts > 0) {
     shrink(p, s, w, cluster, clusters, a, warp, lane);
-    if (warp >= WARPS) gather_h(p, s, w, thread - 32 * WARPS);
+    if (warp >= WARPS) before = gather_h(p, s, w, thread - 32 * WARPS);
   }
 
   const Unpacker unpack = unpacker(p.scale_base, smem_address(memory), lane);
@@ -390,5 +391,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode(const __grid_con
       expect_round(p, w, tiles, &arrived, warp, lane);
     }
   }
-  if (p.parts > 0 && warp == WARPS) clear_h(p, lane);
+  if (p.parts > 0 && warp == WARPS) clear_h(p, before, lane);
 }

@@ -257,34 +257,31 @@ __device__ __forceinline__ Course course(const DecodeParams& p, const Shared& s,
   return at;
 }
 
-// Where the partial sums of a row tile lie: a lane of the warp knows the slots that the block of its number sent.
-struct Sources {
-  int slot, count;
-};
-
-__device__ __forceinline__ Sources sources(const DecodeParams& p, int tiles, int first, int tile, int lane) {
+// Where the partial sums of a row tile lie: a lane of the warp knows the first slot (lower half) and the number of those that the block of its
+// number sent.
+__device__ __forceinline__ u32 sources(const DecodeParams& p, int tiles, int first, int tile, int lane) {
   const int rank = min(lane, CLUSTER - 1), slice = share(rank + 1, CLUSTER, p.units) - share(rank, CLUSTER, p.units);
   const int total = tiles * slice, active = min(WARPS, total), base = holder(first * slice, active, total);
   const int from = holder(tile * slice, active, total), to = holder((tile + 1) * slice - 1, active, total);
-  return {rank * p.rank_slots + tile - first + from - base, to - from + 1};
+  return static_cast<u32>(rank * p.rank_slots + tile - first + from - base) | static_cast<u32>(to - from + 1) << 16;
 }
 
 // Adds the partial sums of (row tile, column of 8) over blocks and warps, in the order of the inputs.
-__device__ __forceinline__ float4 reduce(const Shared& s, Sources of, int n, int lane) {
-  const float4* place[CLUSTER];
+__device__ __forceinline__ float4 reduce(const Shared& s, u32 of, int n, int lane) {
+  const float4* slots = s.slots + n * 32 + lane;
+  u32 from[CLUSTER];
   float4 first[CLUSTER];
 #pragma unroll
   for (int rank = 0; rank < CLUSTER; ++rank) {
-    place[rank] = s.slots + (__shfl_sync(0xFFFFFFFFu, of.slot, rank) * NT + n) * 32 + lane;
-    first[rank] = *place[rank];
+    from[rank] = __shfl_sync(0xFFFFFFFFu, of, rank);
+    first[rank] = slots[(from[rank] & 0xFFFF) * NT * 32];
   }
   float4 sum = make_float4(0, 0, 0, 0);
 #pragma unroll
   for (int rank = 0; rank < CLUSTER; ++rank) {
-    const int count = __shfl_sync(0xFFFFFFFFu, of.count, rank);
     add(sum, first[rank]);
 #pragma unroll 1
-    for (int i = 1; i < count; ++i) add(sum, place[rank][i * NT * 32]);
+    for (u32 i = 1; i < from[rank] >> 16; ++i) add(sum, slots[((from[rank] & 0xFFFF) + i) * NT * 32]);
   }
   return sum;
 }
@@ -299,7 +296,7 @@ __device__ __forceinline__ void store(const DecodeParams& p, long long place, fl
 
 // Finishes this block's share of a round: row tiles [first, last) of `tiles`, which begin at row tile `round`. `of`: the sources of the
 // first tile of this warp.
-__device__ __forceinline__ void finish(const DecodeParams& p, const Shared& s, Sources of, int round, int tiles, int first, int last, int warp, int lane) {
+__device__ __forceinline__ void finish(const DecodeParams& p, const Shared& s, u32 of, int round, int tiles, int first, int last, int warp, int lane) {
   const int g = lane >> 2, t = lane & 3;
   for (int item = warp; item < (last - first) * NT; item += THREADS / 32) {
     const int n = item % NT, local = item / NT;
