@@ -2,12 +2,14 @@
 """Launches of Triton kernels that may begin while the kernel before them still ends (programmatic dependent launch, sm_90 on).
 
 A kernel that takes part calls `begin` before it reads or writes anything, and is launched with the options of `overlap`. Its blocks then
-stand ready when the last ones of the kernel before it finish: in a captured step the gap between two small kernels shrinks. `begin`
-waits until everything before is done and visible, so the order of reads and writes is that of the stream.
+stand ready when the last ones of the kernel before it finish: in a captured step the gap between two small kernels shrinks. `begin` first lets
+the next kernel come, so that several may stand ready, and then waits until everything before is done and visible: each kernel ends after all
+before it, so the order of reads and writes is that of the stream.
 """
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -15,14 +17,13 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-ORDER = 1
 
-
+@cache
 def overlap(device: torch.device) -> dict[str, Any]:
     """Options of a launch: `OVERLAP` for the kernel, and what the driver must be told."""
     if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0):
-        return {"OVERLAP": ORDER, "launch_pdl": True}
-    return {"OVERLAP": 0}
+        return {"OVERLAP": True, "launch_pdl": True}
+    return {"OVERLAP": False}
 
 
 @triton.jit
@@ -42,8 +43,5 @@ def wait(OVERLAP: tl.constexpr) -> None:
 @triton.jit
 def begin(OVERLAP: tl.constexpr) -> None:
     """Let the next kernel take its place on the device, and wait for the kernels before this one."""
-    if OVERLAP == 2:
-        launch_next(OVERLAP)
+    launch_next(OVERLAP)
     wait(OVERLAP)
-    if OVERLAP == 1:
-        launch_next(OVERLAP)

@@ -91,8 +91,6 @@ class DecoderLayer(nn.Module):
         gate_up_TX, stream_TD = self._normed("mlp_norm", self.gate_up, o_TD, stream_TD, *call)
         # Names keep tensors alive: without gradients the widest moment is the next.
         del o_TD
-        if not torch.is_grad_enabled():
-            return self.down.gated(gate_up_TX, adapters), stream_TD
         inner_TF = silu_mul(gate_up_TX)
         with made_again(inner_TF, partial(silu_mul, gate_up_TX.detach())) if selective else kept_here():
             return self.down.stacked(inner_TF, adapters), stream_TD
@@ -130,8 +128,6 @@ class DecoderLayer(nn.Module):
         weight_D, eps = self.reference_norms[site] if reference else getattr(self, site), self.spec.rms_eps
         if noise is None or not noise.independent:
             z = None if noise is None else noise.of_norm(self.index, site)
-            if not torch.is_grad_enabled():
-                return linear.normed(x_TD, residual_TD, weight_D, eps, z, adapters)
             h_TD, stream_TD = add_rms_norm(x_TD, residual_TD, weight_D, eps, z)
             with self._norm_again(h_TD, stream_TD, weight_D, z) if selective else kept_here():
                 return linear.stacked(h_TD, adapters), stream_TD

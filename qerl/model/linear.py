@@ -9,14 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from qerl.formats import PackedWeight
-from qerl.kernels.activation import silu_mul
-from qerl.kernels.fp4_linear import AdapterPart, Gated, Normed, fp4_linear, made_linear
-from qerl.kernels.rms_norm import NormNoise, TableNoise, add_rms_norm
+from qerl.kernels.fp4_linear import AdapterPart, fp4_linear
 from qerl.model.lora import LoraGroup
 
 
@@ -65,45 +62,8 @@ class GroupedLinear(nn.Module):
         """Outputs of all members side by side, [T, O] in the type of ``x_TI``."""
         if self.trained_OI is not None:
             return linear(x_TI, self.trained_OI, self.bias_O)
-        return fp4_linear(x_TI, *self._product(x_TI, adapters))
-
-    def gated(self, gate_up_TX: Tensor, adapters: bool = True) -> Tensor:
-        """``stacked`` of silu(gate) * up, [T, O]; without gradients in one launch where there are few rows."""
-        if self._may_make:
-            y_TO = made_linear(gate_up_TX, Gated(), *self._product(gate_up_TX, adapters))
-            if y_TO is not None:
-                return y_TO
-        return self.stacked(silu_mul(gate_up_TX), adapters)
-
-    def normed(
-        self,
-        x_TI: Tensor,
-        residual_TI: Tensor | None,
-        weight_I: Tensor,
-        eps: float,
-        noise: NormNoise | None,
-        adapters: bool = True,
-    ) -> tuple[Tensor, Tensor]:
-        """(``stacked`` of ``add_rms_norm``, [T, O], the stream [T, I]); without gradients in one launch where there are few rows."""
-        z = noise.z_RD if isinstance(noise, TableNoise) and noise.rows_T is noise.noisy_T is None else noise
-        if self._may_make and (z is None or isinstance(z, Tensor)):
-            stream_TI = x_TI if residual_TI is None else torch.empty_like(x_TI)
-            made = Normed(residual_TI=residual_TI, stream_TI=stream_TI, weight_I=weight_I, eps=eps, z=z)
-            y_TO = made_linear(x_TI, made, *self._product(x_TI, adapters))
-            if y_TO is not None:
-                return y_TO, stream_TI
-        h_TI, stream_TI = add_rms_norm(x_TI, residual_TI, weight_I, eps, noise)
-        return self.stacked(h_TI, adapters), stream_TI
-
-    @property
-    def _may_make(self) -> bool:
-        return self.trained_OI is None and not torch.is_grad_enabled()
-
-    def _product(
-        self, x: Tensor, adapters: bool
-    ) -> tuple[PackedWeight, Tensor | None, Sequence[AdapterPart], Tensor | None]:
-        parts = self.lora.adapter_parts(x.dtype) if adapters and self.lora is not None else ()
-        return self.weight, self.bias_O, parts, self.dense_OI
+        parts = self.lora.adapter_parts(x_TI.dtype) if adapters and self.lora is not None else ()
+        return fp4_linear(x_TI, self.weight, self.bias_O, parts, self.dense_OI)
 
     def forward(self, x_TI: Tensor, adapters: bool = True) -> tuple[Tensor, ...]:
         """Output of each member, [T, rows] a member, in the type of ``x_TI``."""

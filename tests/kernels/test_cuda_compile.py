@@ -6,11 +6,10 @@ import subprocess
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from qerl.errors import KernelUnavailableError
 from qerl.kernels.cuda import compiler
-from qerl.kernels.fp4_linear import Gated, Made, Normed, decode, dense, middle, shrink
+from qerl.kernels.fp4_linear import decode, dense, middle, shrink
 from qerl.kernels.fp4_linear.geometry import decode_geometry
 from qerl.kernels.fp4_linear.tiled import TILED
 from qerl.kernels.fp4_linear.workspace import compile_source, whole_source
@@ -18,15 +17,13 @@ from qerl.kernels.fp4_linear.workspace import compile_source, whole_source
 ARCHITECTURES = ("sm_80", "sm_89", "sm_90a", "sm_100a", "sm_120a")
 
 
-def decode_macros(
-    columns: int, cluster: int, name: str = "nvfp4", *, vectors: bool = True, made: Made | None = None
-) -> dict[str, int]:
+def decode_macros(columns: int, cluster: int, name: str = "nvfp4", *, vectors: bool = True) -> dict[str, int]:
     """As a launch for 8 * columns rows of x has them."""
     shape = decode_geometry(
         8 * columns, (4608, 3584), 0, cluster=cluster, clusters=128 // cluster, limit=232448, ring=4
     )
     assert shape is not None
-    return decode.macros(shape, name, vectors, made)
+    return decode.macros(shape, name, vectors)
 
 
 DEVICE = SimpleNamespace(multiprocessors=132, shared_limit=232448, resident_clusters=lambda launch: 66)
@@ -35,10 +32,8 @@ PLAIN = [
     for name in TILED
     for source in (("dequantize", dense.macros(name), ""), ("decode", decode_macros(2, 1, name), ""))
 ]
-PLAIN += [("decode", decode_macros(1, 1, vectors=False), ""), ("decode", decode_macros(1, 1, made=Gated()), "")]
-NORMED = Normed(residual_TI=None, stream_TI=torch.empty(0), weight_I=torch.empty(0), eps=0.0, z=None)
+PLAIN += [("decode", decode_macros(1, 1, vectors=False), "")]
 CLUSTERS = [("decode", decode_macros(2, 8, name), "") for name in TILED]
-CLUSTERS += [("decode", decode_macros(columns, 2, made=NORMED), "") for columns in (1, 2)]
 HOPPER = [
     ("probe", {}, ""),
     ("decode", decode_macros(4, 2), ""),
@@ -90,11 +85,10 @@ def test_the_decode_loop_keeps_its_values_in_registers(name, columns, tmp_path):
     """A few bytes outside the loop are let through; an array in local memory would be hundreds."""
     source = tmp_path / "decode.cu"
     source.write_text(whole_source("decode"), encoding="utf-8")
-    for made in (None, Gated(), NORMED):
-        macros = [f"-D{key}={value}" for key, value in decode_macros(columns, 8, name, made=made).items()]
-        command = ["nvcc", "-cubin", "-arch=sm_90", "-Xptxas", "-v", *macros, "-o", str(tmp_path / "out"), str(source)]
-        report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-        assert int(re.search(r"(\d+) bytes spill stores", report)[1]) <= 16
+    macros = [f"-D{key}={value}" for key, value in decode_macros(columns, 8, name).items()]
+    command = ["nvcc", "-cubin", "-arch=sm_90", "-Xptxas", "-v", *macros, "-o", str(tmp_path / "out"), str(source)]
+    report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    assert int(re.search(r"(\d+) bytes spill stores", report)[1]) <= 16
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="the resource report needs nvcc")

@@ -15,9 +15,8 @@ from qerl.kernels import dispatch
 from qerl.kernels.fp4_linear.adapter import AdapterPart, flatten
 from qerl.kernels.fp4_linear.autograd import Fp4Linear
 from qerl.kernels.fp4_linear.gate import layout_gate
-from qerl.kernels.fp4_linear.made import Gated, Made, Normed
 
-__all__ = ["AdapterPart", "Gated", "Made", "Normed", "fp4_linear", "layout_gate", "made_linear"]
+__all__ = ["AdapterPart", "fp4_linear", "layout_gate"]
 
 
 def fp4_linear(
@@ -51,31 +50,3 @@ def fp4_linear(
     if not torch.is_grad_enabled():
         return implementation.forward(x_TI, weight, bias_O, placements, a_RI, b_OR, dense_OI)[0]
     return Fp4Linear.apply(x_TI, bias_O, weight, dense_OI, placements, implementation, *a_RI, *b_OR)
-
-
-def made_linear(
-    x_TX: Tensor,
-    made: Made,
-    weight: PackedWeight,
-    bias_O: Tensor | None = None,
-    adapters: Sequence[AdapterPart] = (),
-    dense_OI: Tensor | None = None,
-    *,
-    kernel: str = "auto",
-) -> Tensor | None:
-    """`fp4_linear` of an x that is made of something on the way, without a launch of its own. No gradient.
-
-    Args:
-        x_TX: what x is made of.
-        made: how.
-        weight, bias_O, adapters, dense_OI, kernel: as of `fp4_linear`.
-
-    Returns:
-        y [T, O]; or None where no kernel does both for this call, and nothing has been done.
-    """
-    implementation = dispatch.load("fp4_linear", x_TX.device, kernel)
-    make = getattr(implementation, "forward_made", None)
-    if torch.is_grad_enabled() or make is None:
-        return None
-    placements, a_RI, b_OR = flatten(adapters)
-    return make(x_TX, made, weight, bias_O, placements, a_RI, b_OR, dense_OI)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +13,6 @@ from qerl.kernels.cuda import Launch
 from qerl.kernels.fp4_linear import geometry, record
 from qerl.kernels.fp4_linear.adapter import Placement
 from qerl.kernels.fp4_linear.geometry import Geometry
-from qerl.kernels.fp4_linear.made import Gated, Made
 from qerl.kernels.fp4_linear.tiled import TILED
 from qerl.kernels.fp4_linear.workspace import DECODE_COUNTERS, SCALE_BASE, Workspace, compiled, workspace
 
@@ -32,14 +30,11 @@ class _Params(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("tiles", "x", "out", "bias", "side", "a", "partials", "counters")),
         *((name, ctypes.c_int) for name in ("m", "n", "k", "units", "row_tiles")),
         *((name, ctypes.c_int) for name in ("round_tiles", "slice_units", "rank_slots", "ranks")),
-        *((name, ctypes.c_int) for name in ("groups", "chunks", "unused")),
-        *((name, ctypes.c_int) for name in ("segments", "parts", "float_out", "unused_too")),
+        *((name, ctypes.c_int) for name in ("groups", "chunks")),
+        *((name, ctypes.c_int) for name in ("segments", "parts", "float_out")),
         ("scale_base", ctypes.c_uint),
         ("segment_stop", record.Stops),
         ("part", record.Parts),
-        *((name, ctypes.c_void_p) for name in ("residual", "stream", "norm", "z")),
-        ("eps", ctypes.c_float),
-        ("z_stride", ctypes.c_int),
     )
 
 
@@ -67,16 +62,15 @@ def product(
     b_OR: Sequence[Tensor],
     *,
     dtype: torch.dtype = torch.bfloat16,
-    made: Made | None = None,
 ) -> Tensor:
-    """y [T, O] in `dtype` (bfloat16 or float32), rounded once, for what `takes` accepts; with `made`, what `makes` accepts."""
+    """y [T, O] in `dtype` (bfloat16 or float32), rounded once, for what `takes` accepts."""
     space = workspace(x_TI.device)
     x_TI = x_TI.contiguous()
     tokens = x_TI.shape[0]
     shape = find(space, tokens, weight, ranks_of(a_RI))
     assert shape is not None, (x_TI.shape, weight.shape)
     vectors = weight.shape[1] % 8 == 0 and all(t.data_ptr() % 16 == 0 for t in (x_TI, *a_RI))
-    kernel = compiled(space.device, "decode", tuple(macros(shape, weight.format, vectors, made).items()))
+    kernel = compiled(space.device, "decode", tuple(macros(shape, weight.format, vectors).items()))
     out_TO = torch.empty(tokens, weight.shape[0], dtype=dtype, device=x_TI.device)
     if bias_O is not None:
         bias_O = bias_O.to(torch.bfloat16).contiguous()
@@ -102,7 +96,6 @@ def product(
         parts=len(placements),
         float_out=int(dtype == torch.float32),
         scale_base=SCALE_BASE,
-        **_made(made),
         segment_stop=record.stops_of(weight),
         part=record.parts_of(placements, b_OR),
     )
@@ -114,29 +107,6 @@ def product(
         params.x, params.out, params.m = part_TI.data_ptr(), part_TO.data_ptr(), part_TI.shape[0]
         kernel.launch(_launch(shape), params)
     return out_TO
-
-
-def makes(x_TX: Tensor, made: Made, weight: PackedWeight, a_RI: Sequence[Tensor]) -> bool:
-    """Whether the kernel can make x of what a call that `takes` accepts gives in its place: whole vectors, and one group of rows."""
-    tokens, inputs = x_TX.shape[0], weight.shape[1]
-    shape = find(workspace(x_TX.device), tokens, weight, ranks_of(a_RI))
-    tensors = (x_TX, *a_RI) if isinstance(made, Gated) else (x_TX, *a_RI, *made.tensors())
-    whole = inputs % 8 == 0 and all(t.is_contiguous() and t.data_ptr() % 16 == 0 for t in tensors)
-    return whole and shape is not None and tokens <= 8 * shape.columns
-
-
-def _made(made: Made | None) -> dict[str, Any]:
-    """The kernel's arguments about how x is made."""
-    if made is None or isinstance(made, Gated):
-        return {}
-    return {
-        "residual": None if made.residual_TI is None else made.residual_TI.data_ptr(),
-        "stream": None if made.residual_TI is None else made.stream_TI.data_ptr(),
-        "norm": made.weight_I.data_ptr(),
-        "z": None if made.z is None else made.z.data_ptr(),
-        "z_stride": made.z.shape[-1] if made.z is not None and made.z.dim() == 2 and len(made.z) > 1 else 0,
-        "eps": made.eps,
-    }
 
 
 def ranks_of(a_RI: Sequence[Tensor]) -> int:
@@ -181,7 +151,7 @@ def _stride(columns: int) -> int:
     return 256 if columns == 1 else 128
 
 
-def macros(shape: Geometry, name: str, vectors: bool = True, made: Made | None = None) -> dict[str, int]:
+def macros(shape: Geometry, name: str, vectors: bool = True) -> dict[str, int]:
     """Compile-time constants of the kernel for the format called `name`; `vectors`: rows of x and A are whole chunks of 16 bytes."""
     return {
         **TILED[name].macros(_stride(shape.columns)),
@@ -190,7 +160,6 @@ def macros(shape: Geometry, name: str, vectors: bool = True, made: Made | None =
         "CLUSTER": shape.cluster,
         "STAGES": shape.ring,
         "VECTORS": int(vectors),
-        "INPUT": 0 if made is None else 1 if isinstance(made, Gated) else 2,
     }
 
 

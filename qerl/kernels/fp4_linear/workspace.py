@@ -128,7 +128,7 @@ def compiled(device: torch.device, name: str, defines: tuple[tuple[str, int], ..
 
 _IN_FRONT = {
     "dequantize": ("tile", "format"),
-    "decode": ("tile", "format", "layer", "decode", "inputs"),
+    "decode": ("tile", "format", "layer", "decode"),
     "middle": ("tile", "format", "layer", "middle"),
     "shrink": ("tile", "layer"),
 }

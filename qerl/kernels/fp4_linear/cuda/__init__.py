@@ -14,7 +14,6 @@ from torch import Tensor
 from qerl.formats import PackedWeight
 from qerl.kernels.fp4_linear import decode, dense, middle, reference, regimes, unpack
 from qerl.kernels.fp4_linear.adapter import Placement
-from qerl.kernels.fp4_linear.made import Made
 
 
 def forward(
@@ -35,24 +34,6 @@ def forward(
     if regime == regimes.MIDDLE:
         return middle.product(x_TI, weight, bias_O, placements, a_RI, b_OR)
     return dense.forward(x_TI, weight, bias_O, placements, a_RI, b_OR)
-
-
-def forward_made(
-    x_TX: Tensor,
-    made: Made,
-    weight: PackedWeight,
-    bias_O: Tensor | None,
-    placements: Sequence[Placement],
-    a_RI: Sequence[Tensor],
-    b_OR: Sequence[Tensor],
-    dense_OI: Tensor | None,
-) -> Tensor | None:
-    """y of x made of ``x_TX``, where the kernel that takes so many rows makes it on the way; None elsewhere, and nothing is done."""
-    if not fast(x_TX, weight, dense_OI) or regime_of(x_TX, weight, placements, a_RI, b_OR) != regimes.DECODE:
-        return None
-    if not decode.makes(x_TX, made, weight, a_RI):
-        return None
-    return decode.product(x_TX, weight, bias_O, placements, a_RI, b_OR, made=made)
 
 
 def regime_of(

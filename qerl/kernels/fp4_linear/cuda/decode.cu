@@ -11,7 +11,7 @@
 // make bias + scale * B h for the row tiles that their block will finish. All blocks run at the same time.
 //
 // Compile-time: FORMAT, NT (columns of 8 rows of x), WARPS (main warps), STAGES (depth of a ring, even), CLUSTER, VECTORS (rows of x and A are whole
-// chunks of 16 bytes), INPUT (how x is made: inputs.cuh).
+// chunks of 16 bytes).
 
 constexpr int RING_BYTES = STAGES * TILE_BYTES;
 // Partial sums of h that a thread watches together.
@@ -301,7 +301,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode(const __grid_con
   } else {
     expect_round(p, w, tiles, &arrived, warp, lane);
     warm_epilogue(p, w, thread - 32 * WARPS);
-    if (INPUT == INPUT_NORMED) warm_norm(p, w, thread - 32 * WARPS);
   }
   // Nor do adapters change under the kernel in front, where launches overlap at all (in captures).
   uint4 a[HALVES][2];
@@ -310,10 +309,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode(const __grid_con
     const int from = piece.from + share(warp, WARPS + LORA_WARPS, piece.to - piece.from);
     load_a(p, w, piece.group, from, piece.from + share(warp + 1, WARPS + LORA_WARPS, piece.to - piece.from), lane, a);
   }
-  if (INPUT != INPUT_PLAIN) {
-    dependencies_wait();
-    make_x(p, s, w, cluster, thread);
-  } else if (warp >= WARPS) {
+  if (warp >= WARPS) {
     dependencies_wait();
     load_x(p, s, w, thread - 32 * WARPS);
   }

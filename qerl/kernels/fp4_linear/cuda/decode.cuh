@@ -23,18 +23,11 @@ struct DecodeParams {
   u32* counters;     // a zero between launches
   int m, n, k, units, row_tiles;
   int round_tiles, slice_units, rank_slots, ranks;
-  int groups, chunks, unused;  // 16 rows of A, and runs of a slice of the inputs: pieces of h
-  int segments, parts, float_out, unused_too;
+  int groups, chunks;  // 16 rows of A, and runs of a slice of the inputs: pieces of h
+  int segments, parts, float_out;
   u32 scale_base;  // 0x70007000
   int segment_stop[4];
   Part part[MAX_PARTS];
-  // Of INPUT_NORMED (inputs.cuh).
-  const u16* residual;  // [m, k], or null
-  u16* stream;          // [m, k], or null
-  const float* norm;    // [k]
-  const float* z;       // [k], or [m, k] where its rows are z_stride apart, or null
-  float eps;
-  int z_stride;
 };
 
 struct Shared {
