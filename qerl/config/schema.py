@@ -136,6 +136,8 @@ class RolloutConfig(Section):
     """Keys and values in the compute type, values alone in FP8 (`fp8_values`, a quarter less memory in bfloat16) or both (`fp8`, half). FP8 moves log-probs away from the trainer's, `fp8` beyond the line of a fault; needs compute capability 8.9 on a GPU."""
     static_shapes: bool = False
     """An answer has the same bits alone, in any batch and in any order: each decode step has max_num_seqs rows, each prompt a pass of its own. Slower."""
+    read_together: bool = False
+    """On a GPU, decode steps of at least 64 rows read prompts of more than 512 tokens once for the answers that share them. Faster for prompts of some thousand tokens; log-probs change by rounding. Not with static_shapes."""
     keep_cache: Literal["auto", "on", "off"] = "auto"
     """On a GPU, keep that memory and the captured decode steps while training; `off` makes them anew for every rollout. `auto`: kept if the plan fits so."""
 

@@ -70,11 +70,10 @@ class Engine:
         graphs: decode steps are captured; by default on CUDA, and only there.
         static_shapes: an answer has the same bits alone, in any batch and in any order: every step has ``max_num_seqs`` rows, every
             prompt is a pass of its own, or several in parts, nothing is preempted, and the cache is paged. Slower.
-        together: in a decode step, answers to one prompt read its pages together, where prompts are long and rows many; never with
-            ``static_shapes``.
+        read_together: in a decode step, answers to one prompt read its pages together, where prompts are long and rows many.
 
     Raises:
-        ConfigError: a limit below 1, a max_model_len beyond the model's, or graphs on the CPU.
+        ConfigError: a limit below 1, a max_model_len beyond the model's, graphs on the CPU, or ``read_together`` with ``static_shapes``.
     """
 
     name = "qerl"
@@ -95,7 +94,7 @@ class Engine:
         graphs: bool | None = None,
         static_shapes: bool = False,
         kv_format: KvFormat = "compute",
-        together: bool = False,
+        read_together: bool = False,
     ):
         limit = model.spec.max_positions
         for name, value in (("max_num_seqs", max_num_seqs), ("prefill_tokens", prefill_tokens), ("window", window)):
@@ -119,7 +118,13 @@ class Engine:
         """Rounds of steps under way when the host looks at the one before them."""
         self.static_shapes = static_shapes
         self.paged = static_shapes or (cuda if paged is None else paged)
-        self.together = together and not static_shapes
+        if read_together and static_shapes:
+            raise ConfigError(
+                "rows that read pages together do not keep their bits when others end",
+                got="rollout.read_together=true and rollout.static_shapes=true",
+                expected="one of them at most",
+            )
+        self.read_together = read_together
         self.expected_tokens = expected_tokens
         if kv_format != "compute" and cuda and torch.cuda.get_device_capability(self.device) < (8, 9):
             raise ConfigError(
@@ -242,7 +247,11 @@ class Engine:
         """Whether prompts are long enough, and most of them answered several times, for their pages to be read together."""
         tokens = sum(sequence.prompt_length for sequence in sequences)
         joined = sum(one.prefix == other.prefix for one, other in pairwise(sequences))
-        return self.together and tokens > TOGETHER_PAGES * PAGE_TOKENS * len(sequences) and 2 * joined >= len(sequences)
+        return (
+            self.read_together
+            and tokens > TOGETHER_PAGES * PAGE_TOKENS * len(sequences)
+            and 2 * joined >= len(sequences)
+        )
 
     def release(self) -> None:
         """Give back the memory of keys, values and graphs; the next call makes it anew."""

@@ -172,14 +172,14 @@ def test_captured_steps_over_fp8_give_the_answers_of_the_reference(qwen2_folder,
 
 @pytest.mark.parametrize("scope", [None, "rollout"])
 def test_answers_that_read_their_prompt_together_are_those_of_rows_by_themselves(tmp_path, monkeypatch, scope):
-    monkeypatch.setattr(rollout_builders, "MAX_POSITIONS", 512)
+    monkeypatch.setattr(rollout_builders, "MAX_POSITIONS", 1024)
     monkeypatch.setattr(workspace, "TOGETHER_ROWS", 2)
     folder = rollout_builders.write_checkpoint(tmp_path / "long", "qwen2")
     model, tokenizer = load(folder), load_tokenizer(folder)
     noise, found = None if scope is None else make_noise(model, scope), []
     for together in (False, True):
-        engine = Engine(model, tokenizer, max_num_seqs=16, together=together)
-        found.append(tokens_of(engine.generate(make_prompts((270, 400, 30, 330)), SPEC, group_size=5, noise=noise)[0]))
+        engine = Engine(model, tokenizer, max_num_seqs=16, read_together=together)
+        found.append(tokens_of(engine.generate(make_prompts((540, 700, 30, 600)), SPEC, group_size=5, noise=noise)[0]))
     assert found[0] == found[1]
 
 

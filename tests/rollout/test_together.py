@@ -3,6 +3,7 @@
 import pytest
 from rollout_builders import PAGE, PAGE_BYTES, load_tiny, make_prompts
 
+from qerl.errors import ConfigError
 from qerl.kernels.cached_attention import reference
 from qerl.model.aqn import NoiseState
 from qerl.model.tokenizer import load_tokenizer
@@ -65,7 +66,13 @@ def test_groups_follow_rows_as_they_start_move_and_end(qwen2_folder, steps, rows
     prompts = make_prompts((20, 3, 33, 9, 17, 24))
     expected, _ = Engine(model, tokenizer).generate(prompts, SPEC, group_size=5)
     engine = Engine(
-        model, tokenizer, max_num_seqs=rows, paged=True, together=True, window=3, kv_bytes=pages and pages * PAGE_BYTES
+        model,
+        tokenizer,
+        max_num_seqs=rows,
+        paged=True,
+        read_together=True,
+        window=3,
+        kv_bytes=pages and pages * PAGE_BYTES,
     )
     engine.buckets, engine.ahead = (2, 4, 8, 16, 40), ahead
     found, _ = engine.generate(prompts, SPEC, group_size=5)
@@ -77,7 +84,7 @@ def test_groups_follow_rows_as_they_start_move_and_end(qwen2_folder, steps, rows
 @pytest.mark.usefixtures("small_pages")
 def test_prompts_that_are_short_or_not_shared_are_not_read_together(qwen2_folder, steps):
     model, tokenizer = load_tiny(qwen2_folder), load_tokenizer(qwen2_folder)
-    engine = Engine(model, tokenizer, max_num_seqs=8, paged=True, together=True)
+    engine = Engine(model, tokenizer, max_num_seqs=8, paged=True, read_together=True)
     for lengths, group, noise in (((4, 4), 4, None), ((30, 30), 1, None), ((30, 30), 4, noise_of(model, "response"))):
         engine.generate(make_prompts(lengths), SPEC, group_size=group, noise=noise)
     assert set(steps) == {None}
@@ -98,3 +105,8 @@ def test_large_groups_are_cut_evenly_and_single_rows_left_out():
     assert book.groups(8, 1) == [[0, 1, 3, 4, 5, 6, 7]]
     assert book.shared[1] == 3
     assert book.shared[8] == 0
+
+
+def test_rows_that_read_together_and_static_shapes_exclude_each_other(qwen2_folder):
+    with pytest.raises(ConfigError, match="keep their bits"):
+        Engine(load_tiny(qwen2_folder), load_tokenizer(qwen2_folder), read_together=True, static_shapes=True)

@@ -89,21 +89,22 @@ def attend(
         wait(OVERLAP)
     program = tl.program_id(0)
     pairs = rows * KV_HEADS
-    # The first part of each row and head, and then all further parts in turn, for as many programs as there are.
-    end = pairs
+    # All further parts of long contexts, and then the first part of each row and head, in turn for as many programs as there are: who has
+    # none of the former begins with one of the latter.
+    further = 0
     if SPLIT:
         lane_L = tl.arange(0, LANES)
         _, _, tiles_L = own_tiles(lengths_ptr, shared_ptr, lane_L, lane_L < rows, SHARED, TILE, PAGED, PAGE)
         further_L = tl.maximum(tl.cdiv(tiles_L, part_tiles(tiles_L, first, most, LEAST, LONG)), 1) - 1
         further_L = tl.where(lane_L < rows, further_L, 0) * KV_HEADS
-        end += tl.sum(further_L, 0)
-    for task in range(program, end, tl.num_programs(0)):
-        row32 = task // KV_HEADS
-        kv_head = task % KV_HEADS
+        further = tl.sum(further_L, 0)
+    for task in range(program, further + pairs, tl.num_programs(0)):
+        row32 = (task - further) // KV_HEADS
+        kv_head = (task - further) % KV_HEADS
         part = 0
         if SPLIT:
-            if task >= pairs:
-                row32, rest = find(further_L, lane_L, task - pairs)
+            if task < further:
+                row32, rest = find(further_L, lane_L, task)
                 kv_head = rest % KV_HEADS
                 part = 1 + rest // KV_HEADS
         row = row32.to(tl.int64)
