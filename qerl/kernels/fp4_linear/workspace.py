@@ -27,7 +27,7 @@ TILE_COUNTERS = 16384
 LEAST_SUMS = 1 << 18
 """Numbers of the partial sums that the decode kernel's blocks tell each other: as many as four adapters of rank 128 need."""
 DECODE_COUNTERS = TILE_COUNTERS
-"""The first of two that the decode kernel counts pieces of h with."""
+"""With this one the decode kernel counts the blocks that have read h."""
 _FIRST_SIGNAL, _SIGNALS = TILE_COUNTERS + 8, 256
 """The counters behind `Workspace.signal`; more than there are launches on a device at one time."""
 
