@@ -55,7 +55,7 @@ ANCHORS = {
     "32B nvfp4 + LoRA": [15.0, 14.3, 17.3, 24.3, 41.6, 68.8],
 }
 CLASSES = (
-    ("attention", ("_attend",)),
+    ("attention", ("attend",)),
     ("activation", ("_silu",)),
     ("norm", ("_forward",)),
     ("sampling", ("_block_stats", "_pick", "_uniforms", "_advance")),

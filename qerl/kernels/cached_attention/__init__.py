@@ -41,7 +41,8 @@ def cached_attention(
         rows: lengths before this step, and pages.
         scale: factor of the scores.
         norms: scales of the norm over each head of q and k, and their noise.
-        kernel: implementation by name. On CUDA nothing is asked of the host, so a call can be captured.
+        kernel: implementation by name. On CUDA nothing is asked of the host, so a call can be captured; what a graph runs just before it must
+            not write lengths, pages, or keys and values of earlier tokens.
 
     Returns:
         [B, H, d], dtype of qkv.
