@@ -32,6 +32,8 @@ from timing import device_times, require_gpu  # noqa: E402
 from qerl.kernels.cached_attention import CacheRows, SharedPages, cached_attention, members_for, reference  # noqa: E402
 
 PAGE = 64
+LONGEST = 32768
+"""Tokens that the table of pages has room for, whatever the rows of a cell: as the engine has it."""
 CELLS = (
     "1x112,1x4096,1x32768,8x112,8x1024,8x32768,32x112,32x2048,64x112,64x2048,256x112,256x1024,512x400,"
     "1x32768+7x256,1x32768+63x256,8x8192+248x256,64x704:256/8,64x2496:2048/8,64x8640:8192/8,512x704:256/8,512x2496:2048/8"
@@ -77,8 +79,9 @@ class Batch:
         first = self.common // PAGE
         total = sum(pages) - first * (len(pages) - len(pages) // self.group)
         free = iter(torch.randperm(total).tolist())
-        table_RN = torch.zeros(len(pages), max(pages), dtype=torch.int32)
+        table_RN = torch.zeros(len(pages), LONGEST // PAGE + 1, dtype=torch.int32)
         for row, count in enumerate(pages):
+            assert count < table_RN.shape[1], "a row has one more page for its next token"
             lead = row - row % self.group
             own = 0 if row == lead else first
             table_RN[row, :own] = table_RN[lead, :own]

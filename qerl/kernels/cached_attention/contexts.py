@@ -95,8 +95,11 @@ def attend(
     if SPLIT:
         lane_L = tl.arange(0, LANES)
         _, _, tiles_L = own_tiles(lengths_ptr, shared_ptr, lane_L, lane_L < rows, SHARED, TILE, PAGED, PAGE)
-        further_L = tl.maximum(tl.cdiv(tiles_L, part_tiles(tiles_L, first, most, LEAST, LONG)), 1) - 1
-        further_L = tl.where(lane_L < rows, further_L, 0) * KV_HEADS
+        further_L = tl.zeros((LANES,), tl.int32)
+        # Short contexts are whole, and the divisions are for nothing.
+        if tl.max(tiles_L, 0) > tl.where(first == 1, LONG, LEAST):
+            further_L = tl.maximum(tl.cdiv(tiles_L, part_tiles(tiles_L, first, most, LEAST, LONG)), 1) - 1
+            further_L = tl.where(lane_L < rows, further_L, 0) * KV_HEADS
         further = tl.sum(further_L, 0)
     for task in range(program, further + pairs, tl.num_programs(0)):
         row32 = (task - further) // KV_HEADS
