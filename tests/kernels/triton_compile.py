@@ -99,6 +99,7 @@ def calls() -> None:
         None,
         TableNoise(z_RD=torch.zeros(2, width), rows_T=rows // 2, noisy_T=noisy),
         KeyedNoise(**keyed, spread=weight, c1_R=rows, noisy_T=noisy),
+        KeyedNoise(**keyed, spread=weight, rows_T=rows, noisy_T=noisy),
     )
     for noise in forms:
         _, _, inverse = rms_norm.add_forward(x, x, weight, 1e-6, noise)

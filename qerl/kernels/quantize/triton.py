@@ -98,23 +98,30 @@ def _quotient(w, step, FUSED: tl.constexpr):
     wide = tl.broadcast_to(step[:, None], w.shape)
     if FUSED:
         inverse = tl.broadcast_to(tl.div_rn(1.0, step)[:, None], w.shape)
+        # The step is negated, once a block: a quotient would be by an instruction of its own.
+        minus = -wide
         quotient = w * inverse
-        quotient = tl.fma(tl.fma(-quotient, wide, w), inverse, quotient)
-        return tl.fma(tl.fma(-quotient, wide, w), inverse, quotient)
+        quotient = tl.fma(tl.fma(quotient, minus, w), inverse, quotient)
+        return tl.fma(tl.fma(quotient, minus, w), inverse, quotient)
     else:
         return tl.div_rn(w, wide)
 
 
 @triton.jit
-def _words(w, quotient):
+def _words(w, quotient, FUSED: tl.constexpr):
     """Eight codes of 4 bits in a word, the first lowest, [N] of [N, 8]: those nearest to each quotient, ties to the even code,
-    magnitudes above 6 saturated; the sign is set where w < 0."""
+    magnitudes above 6 saturated; the sign is set where w < 0. FUSED: the corrections of a quotient turn -0 into 0 and keep the sign
+    of everything else, so its sign bit says the same."""
     magnitude = tl.minimum(tl.abs(quotient), 6.0)
     # From 1 on a code is the exponent and one bit of the mantissa; below, half of an integer that 2^22 rounds to.
     bits = magnitude.to(tl.int32, bitcast=True)
     large = (bits + 0x1FFFFF + ((bits >> 22) & 1) - (252 << 22)) >> 22
     small = (magnitude + 4194304.0).to(tl.int32, bitcast=True) & 7
-    code = tl.where(magnitude < 1.0, small, large) | tl.where(w < 0.0, 8, 0)
+    if FUSED:
+        sign = (quotient.to(tl.int32, bitcast=True) >> 28) & 8
+    else:
+        sign = tl.where(w < 0.0, 8, 0)
+    code = tl.where(magnitude < 1.0, small, large) | sign
     return tl.sum(code << (tl.arange(0, 8) * 4)[None, :], axis=1)
 
 
@@ -157,9 +164,11 @@ def _quantize(
     byte, value = _e4m3(tl.minimum(g * tl.div_rn(highest, 6.0), 448.0))
     step = tl.div_rn(value, g)
     if FUSED and (g > 1e-15) & (g < 1e15):
-        first_word, second_word = _words(low, _quotient(low, step, True)), _words(high, _quotient(high, step, True))
+        first_word = _words(low, _quotient(low, step, True), True)
+        second_word = _words(high, _quotient(high, step, True), True)
     else:
-        first_word, second_word = _words(low, _quotient(low, step, False)), _words(high, _quotient(high, step, False))
+        first_word = _words(low, _quotient(low, step, False), False)
+        second_word = _words(high, _quotient(high, step, False), False)
     tl.store(packed + block * 2, first_word, mask=inside)
     tl.store(packed + block * 2 + 1, second_word, mask=inside)
     tl.store(scales + block, byte.to(tl.uint8), mask=inside)
