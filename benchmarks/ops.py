@@ -35,7 +35,7 @@ from qerl.kernels.token_logprobs import triton as logprobs
 
 HIDDEN, MLP, HEADS, KV_HEADS, SIZE, VOCABULARY = 3584, 18944, 28, 4, 128, 152064
 TOKENS, SAMPLES, DECODE = 8192, 64, 64
-TILE = logprobs._TOKENS, logprobs._ROWS
+TILE_ROWS = logprobs.TILE_ROWS
 
 
 def captured(*runs: Callable[[], Any], calls: int = 12) -> list[float]:
@@ -169,12 +169,12 @@ def log_probs(table: Table, tokens: int = 4096) -> None:
         total = torch.zeros(block, HIDDEN, device="cuda")
         times = captured(lambda o=other, s=some, t=total: logprobs._product(o, s, t, add=True), calls=20)
         table.add(f"tile {block} x {rows}: sum of p W", times, flops=part)
-        logprobs._TOKENS, logprobs._ROWS = block, rows
-        times = captured(lambda: token_logprobs(hidden, head, targets), calls=1)
+        logprobs.TILE_ROWS = rows
+        times = captured(lambda b=block: token_logprobs(hidden, head, targets, chunk=b), calls=1)
         table.add(f"token_logprobs {tokens}, tile {block} x {rows}", times, flops=product)
-        times = captured(lambda: token_logprobs(leaf, head, targets), calls=1)
+        times = captured(lambda b=block: token_logprobs(leaf, head, targets, chunk=b), calls=1)
         table.add(f"token_logprobs {tokens} and gradient, tile {block} x {rows}", times, flops=2 * product)
-    logprobs._TOKENS, logprobs._ROWS = TILE
+    logprobs.TILE_ROWS = TILE_ROWS
     times = captured(lambda: token_logprobs(hidden, head, targets, kernel="reference"), calls=1)
     table.add(f"token_logprobs {tokens}, reference", times, flops=product)
 

@@ -32,6 +32,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from qerl.config.schema import Config
+from qerl.kernels.token_logprobs.tiles import TILE_ROWS, tile_tokens
 from qerl.memory import shapes
 from qerl.memory.pages import check_pages
 from qerl.memory.shapes import ITEMSIZE, StoredGroup
@@ -49,8 +50,6 @@ DECODE_ROWS = 64
 """Most rows for which the NVFP4 kernels read a packed weight as it is (``kernels.fp4_linear.decode``)."""
 LOGITS_HELD = 1
 """Float32 copies of the logits of a decode step that exist at once: the sampler reads them in place, and truncation makes one more."""
-TILE_TOKENS, TILE_ROWS = 1024, 8192
-"""Tokens and rows of the head in a tile of logits, kept in float32 and as probabilities (``kernels.token_logprobs``)."""
 PAGE_TOKENS = 64
 """Tokens of a page of keys and values on a GPU (``rollout.engine``)."""
 KV_BYTES = {"compute": (0, 0), "fp8_values": (0, 1), "fp8": (1, 1)}
@@ -290,9 +289,9 @@ def _forward_values(spec: ModelSpec) -> int:
 
 
 def _head_working(spec: ModelSpec, tokens: int, itemsize: int) -> int:
-    """A tile of logits with its sums, and as many hidden states as exist at once around it: the last norm's input, the answers'
+    """A tile of logits, in float32 and as probabilities, with its sums, and as many hidden states as exist at once around it: the last norm's input, the answers'
     share of its output with the gradient of the log-probs, that gradient scaled in float32, and the result."""
-    tile = min(TILE_TOKENS, tokens)
+    tile = min(tile_tokens(tokens, spec.hidden_size), tokens)
     sums = tile * (TILE_ROWS * (4 + itemsize) + 2 * 4 * spec.hidden_size)
     return sums + tokens * spec.hidden_size * (4 * itemsize + 4)
 

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from qerl.model.aqn import NoiseState
     from qerl.records import Completion, Group, Rollout, SamplingSpec, Score
 
 RUN_FACTS_KEY = b"qerl.run"
@@ -39,12 +38,14 @@ def behavior_rows(rollout: Rollout, groups: Sequence[Group], in_batch: Sequence[
     shared = _rollout_columns(rollout)
     kept = [flag for flag, group in zip(in_batch, groups, strict=True) for _ in group.scores]
     noise = rollout.policy.noise
+    of_all = {} if noise is None else noise.to_dict()
     return [
         {
             **_sample_columns(completion, score),
             "in_batch": flag,
             **shared,
-            "noise": _noise_column(noise, completion.sample_key),
+            # With the scope key of the sample; ``NoiseState.from_dict`` reads it back.
+            "noise": None if noise is None else {**of_all, "key": noise.scope_key(completion.sample_key)},
         }
         for completion, score, flag in zip(rollout.completions, scores, kept, strict=True)
     ]
@@ -66,11 +67,6 @@ def _rollout_columns(rollout: Rollout) -> dict[str, Any]:
         "kernels": dict(rollout.kernels),
         "cache_state": rollout.cache_state,
     }
-
-
-def _noise_column(noise: NoiseState | None, sample_key: int) -> dict[str, Any] | None:
-    """The noise state with the scope key of one sample; ``NoiseState.from_dict`` reads it back."""
-    return None if noise is None else {**noise.to_dict(), "key": noise.scope_key(sample_key)}
 
 
 def _sampling_column(sampling: SamplingSpec) -> dict[str, Any]:

@@ -313,9 +313,11 @@ class Decoder(nn.Module):
 
     def refresh_adapters(self) -> None:
         """Bring the adapters that products read up to date with the masters, in place: before a captured graph is replayed."""
-        for linear in self.grouped_linears():
-            if linear.lora is not None:
-                linear.lora.refresh(force=True)
+        adapters = (linear.lora for linear in self.grouped_linears() if linear.lora is not None)
+        stale = [pair for lora in adapters for pair in lora.stale_copies(force=True)]
+        if stale:
+            # One call for all of them: hundreds of small ones would take the host longer than a decode step.
+            torch._foreach_copy_([copy for copy, _ in stale], [master for _, master in stale])
 
     def trainable_parameters(self) -> dict[str, nn.Parameter]:
         """Name -> parameter of everything that learns: adapter matrices and, if trained, the layer norms; all there is in full

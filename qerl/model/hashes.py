@@ -49,7 +49,11 @@ def _stretches(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 def norm_hash(model: Decoder) -> str:
     """Hash of all clean norm scales: 16 hex digits of SHA-256."""
-    return _hash((name, tensor) for name, tensor in model.named_parameters() if name.endswith("_norm"))
+    named = [(name, tensor.detach()) for name, tensor in model.named_parameters() if name.endswith("_norm")]
+    # One copy to the host: it is taken three times a step.
+    together = torch.cat([tensor.reshape(-1) for _, tensor in named]).cpu()
+    parts = together.split([tensor.numel() for _, tensor in named])
+    return _hash((name, part.view(tensor.shape)) for (name, tensor), part in zip(named, parts, strict=True))
 
 
 def base_hash(model: Decoder) -> str:

@@ -9,7 +9,7 @@ read the same input, so one product shrinks for all of them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -82,7 +82,12 @@ class LoraGroup(nn.Module):
         )
 
     def refresh(self, *, force: bool = False) -> None:
-        """Bring the copies up to date: what a replayed graph needs after an update of the masters.
+        """Bring the copies up to date: what a replayed graph needs after an update of the masters. ``force``: see `stale_copies`."""
+        for copy, master in self.stale_copies(force=force):
+            copy.copy_(master)
+
+    def stale_copies(self, *, force: bool = False) -> Iterator[tuple[Tensor, Tensor]]:
+        """(copy, master) of every copy whose master has changed, for the caller to copy: taken to be up to date from then on.
 
         Args:
             force: also copies whose master shows no change, for updates that torch does not count (through ``.data``).
@@ -91,8 +96,8 @@ class LoraGroup(nn.Module):
             for index, (master, copy) in enumerate(zip(self._masters(), copies, strict=True)):
                 state = (master.data_ptr(), master._version)
                 if force or self._states[dtype][index] != state:
-                    copy.copy_(master.detach())
                     self._states[dtype][index] = state
+                    yield copy, master.detach()
 
     def _masters(self) -> tuple[Tensor, ...]:
         return (self.lora_a, *self.lora_b)

@@ -9,16 +9,20 @@ prompt may share its tokens: those stand once, and each answer is a piece of its
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 
 from qerl.kernels.attention import KeySpans, Repeats
 from qerl.model.attention import SharedPrompts
 from qerl.records import Completion, Group, Outcome, TrainBatch
+
+Integers: TypeAlias = np.ndarray[Any, Any]
+"""int64, or bool."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,81 +97,87 @@ def _same_prefix(first: Sample, second: Sample, prefix_key: Callable[[int], int]
 
 
 class _Layout:
-    """Where tokens, pieces and keys of a pack stand. Legend: T tokens, U keys, P pieces."""
+    """Where tokens, pieces and keys of a pack stand, in stretches. Legend: T tokens, U keys, P pieces."""
 
     def __init__(self) -> None:
-        self.tokens = array("q")
-        self.positions = array("q")
-        self.pieces = array("q", [0])
-        self.sequence = array("q")
+        self.tokens: list[Integers] = []
+        self.positions: list[Integers] = []
+        self.sequence: list[Integers] = []
         """Of each token."""
-        self.source = array("q")
+        self.source: list[Integers] = []
         """Token whose key stands at each place."""
-        self.own = array("q")
+        self.own: list[Integers] = []
         """Place of each token's key in its own piece."""
-        self.keys = array("q", [0])
+        self.pieces = [0]
+        self.keys = [0]
         """Where the keys of each piece begin."""
         self.shared: list[tuple[int, int, list[int]]] = []
         """First token of a shared prompt, its tokens, and the places where copies of its keys begin."""
 
-    def add(self, tokens: Sequence[int], first_position: int, index: int, prompt: slice | None = None) -> int:
+    def add(self, tokens: Integers, first_position: int, index: int, prompt: slice | None = None) -> int:
         """A piece of sample ``index``, which may go on from a prompt that stands already; returns its first token."""
-        start, count = len(self.tokens), len(tokens)
-        self.tokens.extend(tokens)
-        self.positions.extend(range(first_position, first_position + count))
+        start, count, place = self.pieces[-1], len(tokens), self.keys[-1]
+        self.tokens.append(tokens)
+        self.positions.append(_range(first_position, count))
         self.pieces.append(start + count)
-        self.sequence.extend([index] * count)
+        self.sequence.append(np.full(count, index))
         if prompt is not None:
-            self.shared[-1][2].append(len(self.source))
-            self.source.extend(range(prompt.start, prompt.stop))
-        self.own.extend(range(len(self.source), len(self.source) + count))
-        self.source.extend(range(start, start + count))
-        self.keys.append(len(self.source))
+            self.shared[-1][2].append(place)
+            self.source.append(_range(prompt.start, prompt.stop - prompt.start))
+            place += prompt.stop - prompt.start
+        self.own.append(_range(place, count))
+        self.source.append(_range(start, count))
+        self.keys.append(place + count)
         return start
+
+
+def _range(start: int, count: int) -> Integers:
+    return np.arange(start, start + count, dtype=np.int64)
 
 
 def _pack_one(samples: Sequence[Sample], device: torch.device, prefix_key: Callable[[int], int] | None) -> TrainBatch:
     layout = _Layout()
-    predictor, targets, sequence, behavior = array("q"), array("q"), array("q"), array("f")
+    predictor, targets, sequence = [], [], []
     index = 0
     for run in _runs(samples, prefix_key):
-        prompt = run[0].completion.prompt.token_ids
+        prompt = np.array(run[0].completion.prompt.token_ids, dtype=np.int64)
         if len(run) > 1:
             first = layout.add(prompt, 0, index)
             layout.shared.append((first, len(prompt), []))
         for sample in run:
-            answer = sample.completion.token_ids
+            answer = np.array(sample.completion.token_ids, dtype=np.int64)
             if len(run) > 1:
                 start = layout.add(answer, len(prompt), index, slice(first, first + len(prompt)))
-                predictor.append(first + len(prompt) - 1)
-                predictor.extend(range(start, start + len(answer) - 1))
+                predictor.append(np.array([first + len(prompt) - 1]))
+                predictor.append(_range(start, len(answer) - 1))
             else:
-                start = layout.add(prompt + answer, 0, index) + len(prompt) - 1
-                predictor.extend(range(start, start + len(answer)))
-            targets.extend(answer)
-            sequence.extend([index] * len(answer))
-            behavior.extend(sample.completion.behavior_logprobs)
+                start = layout.add(np.concatenate((prompt, answer)), 0, index) + len(prompt) - 1
+                predictor.append(_range(start, len(answer)))
+            targets.append(answer)
+            sequence.append(np.full(len(answer), index))
             index += 1
 
-    def integers(values: array[int] | Sequence[int]) -> torch.Tensor:
-        # From an array: torch looks at every number of a list several times.
-        values = values if isinstance(values, array) else array("q", values)
-        return torch.frombuffer(values, dtype=torch.int64).to(device)
+    def integers(values: Sequence[int]) -> torch.Tensor:
+        return torch.from_numpy(np.array(values, dtype=np.int64)).to(device)
 
+    def joined(parts: Sequence[Integers]) -> torch.Tensor:
+        return torch.from_numpy(np.concatenate(parts)).to(device)
+
+    behavior = np.concatenate([np.array(s.completion.behavior_logprobs, dtype=np.float32) for s in samples])
     return TrainBatch(
-        tokens_T=integers(layout.tokens),
-        positions_T=integers(layout.positions),
+        tokens_T=joined(layout.tokens),
+        positions_T=joined(layout.positions),
         cu_pieces_P1=integers(layout.pieces),
-        predictor_N=integers(predictor),
-        targets_N=integers(targets),
-        sequence_N=integers(sequence),
+        predictor_N=joined(predictor),
+        targets_N=joined(targets),
+        sequence_N=joined(sequence),
         prompt_lengths_S=integers([len(s.completion.prompt.token_ids) for s in samples]),
         answer_lengths_S=integers([len(s.completion.token_ids) for s in samples]),
-        behavior_logprobs_N=torch.frombuffer(behavior, dtype=torch.float32).to(device),
+        behavior_logprobs_N=torch.from_numpy(behavior).to(device),
         advantages_S=torch.tensor([s.advantage for s in samples], dtype=torch.float32, device=device),
         loss_mask_S=torch.tensor([s.in_loss for s in samples], dtype=torch.bool, device=device),
         sample_keys_S=integers([s.completion.sample_key for s in samples]),
-        shared=_shared(layout, integers) if layout.shared else None,
+        shared=_shared(layout, joined, integers) if layout.shared else None,
     )
 
 
@@ -182,24 +192,26 @@ def _runs(samples: Sequence[Sample], prefix_key: Callable[[int], int] | None) ->
     return runs
 
 
-def _shared(layout: _Layout, integers: Callable[[array[int] | Sequence[int]], torch.Tensor]) -> SharedPrompts:
+def _shared(
+    layout: _Layout,
+    joined: Callable[[Sequence[Integers]], torch.Tensor],
+    integers: Callable[[Sequence[int]], torch.Tensor],
+) -> SharedPrompts:
     most = max(len(places) for _, _, places in layout.shared)
-    prompt, copies, real = array("q"), array("q"), array("q")
+    prompt, copies, real = [], [], []
     for first, count, places in layout.shared:
-        prompt.extend(range(first, first + count))
-        filled = places + [0] * (most - len(places))
-        for offset in range(count):
-            copies.extend([place + offset for place in filled])
-            real.extend([1] * len(places) + [0] * (most - len(places)))
-    keys = tuple(stop - start for start, stop in pairwise(layout.keys))
+        prompt.append(_range(first, count))
+        filled = np.array(places + [0] * (most - len(places)))
+        copies.append(filled + np.arange(count)[:, None])
+        real.append(np.broadcast_to(np.arange(most) < len(places), (count, most)))
     return SharedPrompts(
-        sequence_T=integers(layout.sequence),
+        sequence_T=joined(layout.sequence),
         repeats=Repeats(
-            source_U=integers(layout.source),
-            own_T=integers(layout.own),
-            prompt_R=integers(prompt),
-            copies_RC=integers(copies).view(-1, most),
-            real_RC=integers(real).view(-1, most).bool(),
+            source_U=joined(layout.source),
+            own_T=joined(layout.own),
+            prompt_R=joined(prompt),
+            copies_RC=joined(copies),
+            real_RC=joined(real),
         ),
-        keys=KeySpans(cu_keys_S1=integers(layout.keys), lengths=keys),
+        keys=KeySpans(cu_keys_S1=integers(layout.keys), lengths=tuple(b - a for a, b in pairwise(layout.keys))),
     )

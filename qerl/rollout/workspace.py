@@ -100,9 +100,7 @@ class Workspace:
         """Prepare for a call. ``together``: rows of one prompt that run at the same time read its pages together, where there is a table."""
         self.state.begin(spec)
         # A replayed step reads the copies that products take; what the host does to bring them up to date is not in the graph.
-        for linear in self.model.grouped_linears():
-            if linear.lora is not None:
-                linear.lora.refresh(force=True)
+        self.model.refresh_adapters()
         self._adapters = adapters
         self._by_sample = noise is not None and noise.by_sample
         self.noise, noise_key = self._noise_source(noise)

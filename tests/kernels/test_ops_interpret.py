@@ -145,8 +145,8 @@ def test_a_table_with_a_row_a_token_needs_no_positions():
 
 @pytest.fixture
 def small_tiles(monkeypatch):
-    monkeypatch.setattr(logprobs_triton, "_ROWS", 64)
-    monkeypatch.setattr(logprobs_triton, "_TOKENS", 64)
+    monkeypatch.setattr(logprobs_triton, "TILE_ROWS", 64)
+    monkeypatch.setattr(logprobs_triton, "tile_tokens", lambda tokens, width: 64)
 
 
 @pytest.mark.usefixtures("small_tiles")

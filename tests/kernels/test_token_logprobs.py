@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from qerl.kernels.token_logprobs import head_logits, token_logprobs
+from qerl.kernels.token_logprobs.tiles import tile_tokens
 
 N, D, V = 9, 6, 23
 
@@ -159,3 +160,18 @@ def test_temperature_zero_is_refused():
     hidden, head, _, targets = inputs()
     with pytest.raises(AssertionError, match="temperature 0"):
         token_logprobs(hidden, head, targets, temperature=0.0)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "width", "expected"),
+    [
+        (8192, 3584, 1024),
+        (300, 64, 1024),
+        (4096, 896, 2048),
+        (65536, 896, 4096),
+        (65536, 1536, 2048),
+        (10**6, 64, 4096),
+    ],
+)
+def test_tiles_of_narrow_models_are_larger_in_large_passes(tokens, width, expected):
+    assert tile_tokens(tokens, width) == expected

@@ -29,11 +29,10 @@ from qerl.kernels.token_logprobs import autograd, reference
 from qerl.kernels.token_logprobs.device import absorb, finish, logits_gradient
 from qerl.kernels.token_logprobs.head import Head, factored_rows
 from qerl.kernels.token_logprobs.logits import head_logits
+from qerl.kernels.token_logprobs.tiles import TILE_ROWS, tile_tokens
 
 __all__ = ["head_logits", "token_logprobs"]
 
-# 1024 x 8192 float32 logits are 32 MiB: a tile is written by the product and read by the pass without leaving the L2 cache.
-_TOKENS, _ROWS = 1024, 8192
 _NEGATIVE = -3.0e38
 # Blocks that share the tiles of a packed head, which have to be unpacked first.
 _TOGETHER = 4
@@ -46,7 +45,7 @@ def token_logprobs(
     packed_with_trained_bias = isinstance(head, PackedWeight) and bias_V is not None and bias_V.requires_grad
     if hidden_ND.dtype == torch.float64 or not len(hidden_ND) or packed_with_trained_bias:
         return reference.token_logprobs(hidden_ND, head, bias_V, targets_N, temperature, chunk)
-    return _TokenLogprobs.apply(hidden_ND, head, bias_V, targets_N, temperature, chunk or _TOKENS)
+    return _TokenLogprobs.apply(hidden_ND, head, bias_V, targets_N, temperature, chunk or tile_tokens(*hidden_ND.shape))
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -102,8 +101,8 @@ class _Room:
     """Memory of one tile, which all blocks use in turn: logits and, if a gradient is wanted, p."""
 
     def __init__(self, hidden_ND: Tensor, most: int, eager: bool):
-        self.logits = torch.empty(most * _ROWS, dtype=torch.float32, device=hidden_ND.device)
-        self.p = torch.empty(most * _ROWS, dtype=hidden_ND.dtype, device=hidden_ND.device) if eager else None
+        self.logits = torch.empty(most * TILE_ROWS, dtype=torch.float32, device=hidden_ND.device)
+        self.p = torch.empty(most * TILE_ROWS, dtype=hidden_ND.dtype, device=hidden_ND.device) if eager else None
 
 
 class _Block:
@@ -189,8 +188,8 @@ def gradients(
     for part in _blocks(len(hidden_ND), chunk):
         hidden_MD = hidden_ND[part].contiguous()
         count = len(hidden_MD)
-        logits = torch.empty(count * _ROWS, dtype=torch.float32, device=device)
-        grad = torch.empty(count * _ROWS, dtype=hidden_MD.dtype, device=device)
+        logits = torch.empty(count * TILE_ROWS, dtype=torch.float32, device=device)
+        grad = torch.empty(count * TILE_ROWS, dtype=hidden_MD.dtype, device=device)
         sum_MD = torch.zeros(hidden_MD.shape, dtype=torch.float32, device=device) if needed[0] else None
         for rows, values_vD, divisor_v in _tiles(head, hidden_MD.dtype):
             width = len(values_vD)
@@ -248,12 +247,12 @@ def _tiles(head: Head, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor, Tens
     """(rows, values [v, D], row divisor [v] or None) of the whole head, tiles of about equal size."""
     if isinstance(head, PackedWeight):
         for rows, values_VD, divisor_V in factored_rows(head, dtype):
-            for part in _blocks(len(values_VD), _ROWS):
+            for part in _blocks(len(values_VD), TILE_ROWS):
                 inside = slice(rows.start + part.start, rows.start + part.stop)
                 yield inside, values_VD[part], None if divisor_V is None else divisor_V[part].contiguous()
         return
     values_VD = head.to(dtype)
-    for part in _blocks(len(values_VD), _ROWS):
+    for part in _blocks(len(values_VD), TILE_ROWS):
         yield part, values_VD[part], None
 
 
