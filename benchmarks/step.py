@@ -272,7 +272,7 @@ class Run:
         self.prompts = questions(spec, case.prompts, bench.prompt)
         # No token ends an answer.
         tokenizer: Any = StubTokenizer((spec.vocab_size + 1,))
-        self.engine = Engine(self.model, tokenizer, max_num_seqs=8 * case.prompts, device=self.device)
+        self.engine = Engine(self.model, tokenizer, max_num_seqs=8 * case.prompts, device=self.device, lends=True)
         self.stats: dict[str, float] = {}
 
     def config(self, budget: int) -> Any:

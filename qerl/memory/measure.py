@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from qerl.kernels.cuda import lent_bytes, reset_lent_peak
 from qerl.model.decoder import Decoder, DecoderLayer
 
 
@@ -57,14 +58,16 @@ def process_bytes() -> dict[str, int]:
 
 
 def device_bytes(device: torch.device) -> dict[str, int]:
-    """Allocator figures of a CUDA device in bytes; empty for the CPU."""
+    """Figures of a CUDA device in bytes, torch's allocator and memory that is lent together; empty for the CPU. The peaks of the two may
+    be of different moments."""
     if device.type != "cuda":
         return {}
+    lent, most_lent = lent_bytes(device)
     return {
-        "allocated": torch.cuda.memory_allocated(device),
-        "allocated_peak": torch.cuda.max_memory_allocated(device),
-        "reserved": torch.cuda.memory_reserved(device),
-        "reserved_peak": torch.cuda.max_memory_reserved(device),
+        "allocated": torch.cuda.memory_allocated(device) + lent,
+        "allocated_peak": torch.cuda.max_memory_allocated(device) + most_lent,
+        "reserved": torch.cuda.memory_reserved(device) + lent,
+        "reserved_peak": torch.cuda.max_memory_reserved(device) + most_lent,
     }
 
 
@@ -91,6 +94,7 @@ class PhasePeaks:
         """A phase begins: what came before is nobody's."""
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
+            reset_lent_peak(self.device)
 
     def end(self, phase: str) -> None:
         """A phase ends: its peaks since ``begin`` are kept."""

@@ -22,6 +22,7 @@ import torch
 from qerl.config.schema import KvFormat
 from qerl.errors import ConfigError, DataError, TrainingError
 from qerl.kernels.cached_attention import FP8
+from qerl.kernels.cuda import can_lend
 from qerl.memory.pages import SPARE_PAGES, check_pages
 from qerl.model.aqn import Noise
 from qerl.model.decoder import Decoder
@@ -68,6 +69,8 @@ class Engine:
         kv_bytes: most bytes of paged keys and values. When not given: half of the free memory on CUDA, no bound on the CPU.
         kv_format: `compute`: keys and values in the compute type; `fp8_values`: values in FP8; `fp8`: both.
         graphs: decode steps are captured; by default on CUDA, and only there.
+        lends: `release` gives the memory of keys and values back and keeps the captured steps, which find it where it was; on a CUDA device
+            that can.
         static_shapes: an answer has the same bits alone, in any batch and in any order: every step has ``max_num_seqs`` rows, every
             prompt is a pass of its own, or several in parts, nothing is preempted, and the cache is paged. Slower.
         read_together: in a decode step, answers to one prompt read its pages together, where prompts are long and rows many.
@@ -92,6 +95,7 @@ class Engine:
         expected_tokens: int = 0,
         kv_bytes: int | None = None,
         graphs: bool | None = None,
+        lends: bool = False,
         static_shapes: bool = False,
         kv_format: KvFormat = "compute",
         read_together: bool = False,
@@ -144,6 +148,7 @@ class Engine:
             raise ConfigError("decode steps can be captured on CUDA with a paged cache only", got=str(self.device))
         self.buckets = _buckets(max_num_seqs) if self.graphs else None
         """Row counts that a decode step may have; None: as many as run."""
+        self.lends = lends and self.graphs and can_lend(self.device)
         if static_shapes:
             self.prefill_tokens, self.buckets = 1, (max_num_seqs,)
         self._workspace: Workspace | None = None
@@ -254,8 +259,9 @@ class Engine:
         )
 
     def release(self) -> None:
-        """Give back the memory of keys, values and graphs; the next call makes it anew."""
-        self._workspace = None
+        """Give back the memory of keys and values, and of captured steps where these cannot be kept; the next call has it again."""
+        if self._workspace is not None and not self._workspace.cache.give_back():
+            self._workspace = None
 
     def _workspace_for(self, rows: int, prompt: int, answer: int) -> Workspace:
         """Memory for so many rows of at most ``prompt + answer`` tokens: that of the last call, where it is kept and suffices."""
@@ -278,11 +284,13 @@ class Engine:
         wanted = rows * each + prompt // PAGE_TOKENS + 3
         kept = self._workspace
         if kept is not None and kept.layout.pages >= wanted:
+            kept.cache.take()
             return kept
         most = self._most_pages(kept)
         check_pages(most, longest, page_tokens=PAGE_TOKENS, page_bytes=self._page_bytes())
         pages = min(wanted, most)
         if kept is not None and kept.layout.pages - SPARE_PAGES >= each and pages < GROWTH * kept.layout.pages:
+            kept.cache.take()
             return kept
         expected = self.max_num_seqs * -(-self.expected_tokens // PAGE_TOKENS) + 3
         pages = min(max(wanted, expected), most)
@@ -296,6 +304,7 @@ class Engine:
             buckets=self.buckets,
             graphs=self.graphs,
             kv_dtypes=self.kv_dtypes,
+            lent=self.lends,
             whole_table=self.static_shapes,
         )
         self._workspace = Workspace(self.model, self.tokenizer.eos_ids, layout, self.device)
@@ -308,7 +317,7 @@ class Engine:
             if self.device.type != "cuda":
                 return 1 << 31
             unused = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
-            held = 0 if kept is None else kept.cache.nbytes
+            held = 0 if kept is None or not kept.cache.there else kept.cache.nbytes
             budget = int(KV_SHARE * (torch.cuda.mem_get_info(self.device)[0] + unused + held))
         return budget // self._page_bytes()
 

@@ -10,12 +10,15 @@ R rows, M pages or tokens named in one call.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from qerl.kernels.attention import KeySpans, packed_attention
 from qerl.kernels.cached_attention import CacheRows, SharedPages, cached_attention
 from qerl.kernels.cached_attention.storage import raw, write
+from qerl.kernels.cuda import LentMemory
 from qerl.model.attention import PackedSequences, Rotary, SampleRows
 
 
@@ -32,6 +35,7 @@ class KVCache:
         head_dim: d.
         dtypes: of keys and of values.
         device: where they lie.
+        lent: their memory can be given back, and had again at the same addresses (a CUDA device that `kernels.cuda.can_lend`).
     """
 
     def __init__(
@@ -44,19 +48,47 @@ class KVCache:
         head_dim: int,
         dtypes: tuple[torch.dtype, torch.dtype],
         device: torch.device,
+        lent: bool = False,
     ):
         shape = (pages, page_tokens, kv_heads, head_dim)
         self.pages = pages
         self.page_tokens = page_tokens
-        self.slabs = [
-            (torch.zeros(shape, dtype=dtypes[0], device=device), torch.zeros(shape, dtype=dtypes[1], device=device))
-            for _ in range(layers)
-        ]
+        sizes = [math.prod(shape) * dtype.itemsize for dtype in dtypes]
+        self.memory = LentMemory(layers * sum(sizes), device) if lent else None
+        self.slabs = [self._pair(layer * sum(sizes), shape, dtypes, device) for layer in range(layers)]
+
+    def _pair(
+        self, start: int, shape: tuple[int, ...], dtypes: tuple[torch.dtype, torch.dtype], device: torch.device
+    ) -> tuple[Tensor, Tensor]:
+        """Keys and values of a layer, zero; in memory that is lent they begin at byte ``start``."""
+        if self.memory is None:
+            return torch.zeros(shape, dtype=dtypes[0], device=device), torch.zeros(
+                shape, dtype=dtypes[1], device=device
+            )
+        sizes = [math.prod(shape) * dtype.itemsize for dtype in dtypes]
+        keys, values = self.memory.tensor()[start : start + sum(sizes)].split(sizes)
+        return keys.view(dtypes[0]).view(shape), values.view(dtypes[1]).view(shape)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all pages."""
         return sum(slab.numel() * slab.element_size() for pair in self.slabs for slab in pair)
+
+    @property
+    def there(self) -> bool:
+        """Whether the memory of the pages is there: not given back."""
+        return self.memory is None or self.memory.there
+
+    def give_back(self) -> bool:
+        """Give the memory of all pages back, if it is lent; whether it was. Nothing may read them until `take`."""
+        if self.memory is not None:
+            self.memory.give_back()
+        return self.memory is not None
+
+    def take(self) -> None:
+        """Have the memory of all pages again, where they were, if it was given back; they are zero then."""
+        if self.memory is not None:
+            self.memory.take()
 
     def write(self, layer: int, k_MKd: Tensor, v_MKd: Tensor, place_M: Tensor) -> None:
         """Store M tokens at places page * L + offset (int64 [M], each once)."""

@@ -52,6 +52,8 @@ class Layout:
     """Steps are captured."""
     kv_dtypes: tuple[torch.dtype, torch.dtype]
     """Of keys and of values in the cache."""
+    lent: bool = False
+    """Keys and values can be given back and had again where they were: captured steps stay."""
     whole_table: bool = False
     """Without graphs too, a step looks at all N columns of the table: its shapes never change."""
 
@@ -78,6 +80,7 @@ class Workspace:
             head_dim=spec.head_dim,
             dtypes=layout.kv_dtypes,
             device=device,
+            lent=layout.lent,
         )
         self.table_RN: Tensor | None = None
         if layout.columns is not None:

@@ -86,6 +86,7 @@ def open_session(
         static_shapes=config.rollout.static_shapes,
         kv_format=config.rollout.kv_format,
         read_together=config.rollout.read_together,
+        lends=config.rollout.keep_cache == "off",
         kv_bytes=memory.kv_bytes(config, spec, device.type) if planned else None,
     )
     return Session(config=config, model_path=model_path, model=model, tokenizer=tokenizer, engine=engine, device=device)

@@ -8,6 +8,7 @@ from qerl.errors import ConfigError
 from qerl.model.aqn import NoiseState
 from qerl.model.tokenizer import load_tokenizer
 from qerl.records import SamplingSpec
+from qerl.rollout import kv_cache
 from qerl.rollout.engine import Engine
 
 RAGGED, GROUP = (5, 1, 17, 9, 16), 4
@@ -123,6 +124,41 @@ def test_pages_are_kept_between_calls_and_grow_with_need(model, tokenizer):
     assert engine._workspace is kept
     engine.release()
     assert_same_answers(engine.generate(prompts, SPEC, group_size=GROUP)[0], expected)
+
+
+class Lent:
+    """Stands in for memory of a CUDA device: what is given back holds nothing that may be read."""
+
+    def __init__(self, size, device):
+        self.bytes, self.there = torch.zeros(size, dtype=torch.uint8), True
+
+    def tensor(self):
+        return self.bytes
+
+    def give_back(self):
+        self.bytes.fill_(0xFF)
+        self.there = False
+
+    def take(self):
+        if not self.there:
+            self.bytes.zero_()
+        self.there = True
+
+
+def test_memory_that_is_lent_comes_back_where_it_was(model, tokenizer, monkeypatch):
+    monkeypatch.setattr(kv_cache, "LentMemory", Lent)
+    engine = Engine(model, tokenizer, paged=True)
+    engine.lends = True
+    expected, _ = Engine(model, tokenizer).generate(make_prompts(RAGGED), SPEC, group_size=GROUP)
+    assert_same_answers(engine.generate(make_prompts(RAGGED), SPEC, group_size=GROUP)[0], expected)
+    kept = engine._workspace
+    for _ in range(2):
+        engine.release()
+        assert not kept.cache.there
+        assert all(bool(torch.isnan(slab.float()).all()) for pair in kept.cache.slabs for slab in pair)
+        assert_same_answers(engine.generate(make_prompts(RAGGED), SPEC, group_size=GROUP)[0], expected)
+        assert engine._workspace is kept
+        assert kept.cache.there
 
 
 def test_an_expected_length_makes_the_cache_large_enough_at_once(model, tokenizer):

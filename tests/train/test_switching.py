@@ -6,7 +6,9 @@ import time
 import pytest
 import torch
 
+from qerl import memory
 from qerl.config.load import load_config
+from qerl.kernels.cuda import lent_bytes
 from qerl.objective.batch import Sample
 from qerl.records import Prompt, SamplingSpec
 from qerl.train.learn import learn
@@ -39,14 +41,20 @@ class Turns:
 
     def sample(self):
         sampling = SamplingSpec(temperature=1.0, max_new_tokens=6, seed=0, rollout=self.done)
-        completions, _ = self.session.engine.generate(PROMPTS, sampling, group_size=2)
+        completions, self.stats = self.session.engine.generate(PROMPTS, sampling, group_size=2)
         return completions
+
+    def give_back(self):
+        if self.config.rollout.keep_cache == "off":
+            self.session.engine.release()
+            memory.return_unused(self.session.device)
 
     def turn(self):
         answers = [
             Sample(completion=completion, advantage=(-1.0) ** key, in_loss=True)
             for key, completion in enumerate(self.sample())
         ]
+        self.give_back()
         groups = [answers[:2], answers[2:]]
         learn(
             self.config, self.session.model, self.optimizer, groups, noise=None, completed=self.done, timer=self.timer
@@ -72,8 +80,9 @@ def test_a_hundred_turns_leave_no_tensor_behind():
 
 
 @pytest.mark.gpu
-def test_a_hundred_turns_leave_no_gpu_memory_behind():
-    turns = Turns("model.device=cuda", "train.steps=200")
+@pytest.mark.parametrize("keep", ["on", "off"])
+def test_a_hundred_turns_leave_no_gpu_memory_behind(keep):
+    turns = Turns("model.device=cuda", "train.steps=200", f"rollout.keep_cache={keep}")
     # Enough that every number of rows that a decode step may have has been captured.
     for _ in range(20):
         turns.turn()
@@ -89,13 +98,15 @@ def test_a_hundred_turns_leave_no_gpu_memory_behind():
     torch.cuda.synchronize()
     gc.collect()
     assert torch.cuda.memory_allocated() == allocated
+    assert lent_bytes(turns.session.device)[0] == 0
     assert torch.cuda.memory_reserved() <= reserved
 
 
 @pytest.mark.gpu
-def test_changing_over_costs_less_than_fifty_milliseconds():
-    """What a rollout after training takes beyond one after a rollout, and the same for training."""
-    turns = Turns("model.device=cuda", "train.steps=200")
+@pytest.mark.parametrize("keep", ["on", "off"])
+def test_changing_over_costs_less_than_fifty_milliseconds(keep):
+    """What a rollout after training takes beyond one after a rollout, with what giving memory back takes."""
+    turns = Turns("model.device=cuda", "train.steps=200", f"rollout.keep_cache={keep}")
     for _ in range(3):
         turns.turn()
 
@@ -106,9 +117,30 @@ def test_changing_over_costs_less_than_fifty_milliseconds():
         torch.cuda.synchronize()
         return time.perf_counter() - start
 
+    def sample_and_give_back():
+        turns.sample()
+        turns.give_back()
+
     after_training, after_rollout = [], []
     for _ in range(10):
         turns.turn()
-        after_training.append(seconds(turns.sample))
+        after_training.append(seconds(sample_and_give_back))
+        turns.sample()
         after_rollout.append(seconds(turns.sample))
     assert sorted(after_training)[5] - sorted(after_rollout)[5] < 0.05
+
+
+@pytest.mark.gpu
+def test_answers_after_memory_came_back_are_those_of_a_kept_cache():
+    """The same bits: steps that were captured before read keys and values where they are again."""
+    given, kept = (Turns("model.device=cuda", f"rollout.keep_cache={keep}") for keep in ("off", "on"))
+    for _ in range(4):
+        given.give_back()
+        assert lent_bytes(given.session.device)[0] == 0
+        first, second = given.sample(), kept.sample()
+        assert lent_bytes(given.session.device)[0] > 0
+        captures = given.stats["graph_captures"]
+        assert [(c.token_ids, c.behavior_logprobs) for c in first] == [
+            (c.token_ids, c.behavior_logprobs) for c in second
+        ]
+    assert captures == 0

@@ -1,4 +1,5 @@
-"""CUDA C++ kernels compiled on first use: `compiler` (source to machine code, cached on disk) and `driver` (load and launch)."""
+"""CUDA C++ kernels compiled on first use: `compiler` (source to machine code, cached on disk) and `driver` (load and launch).
+`lent` is memory that is given back and had again where it was."""
 
 from qerl.kernels.cuda.compiler import compile_cuda
 from qerl.kernels.cuda.driver import (
@@ -10,14 +11,19 @@ from qerl.kernels.cuda.driver import (
     shared_memory_limit,
     tensor_map,
 )
+from qerl.kernels.cuda.lent import LentMemory, can_lend, lent_bytes, reset_lent_peak
 
 __all__ = [
     "Kernel",
     "Launch",
+    "LentMemory",
     "TensorMap",
     "architecture",
+    "can_lend",
     "compile_cuda",
+    "lent_bytes",
     "multiprocessors",
+    "reset_lent_peak",
     "shared_memory_limit",
     "tensor_map",
 ]

@@ -59,11 +59,11 @@ class Kernel:
     """One function of a loaded module, on the current device."""
 
     def __init__(self, code: bytes, function: str):
-        driver = _driver()
+        library = driver()
         torch.cuda.current_stream()  # makes torch's context current
         module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
-        _check(driver.cuModuleLoadData(ctypes.byref(module), code), "cuModuleLoadData")
-        _check(driver.cuModuleGetFunction(ctypes.byref(self._function), module, function.encode()), function)
+        check(library.cuModuleLoadData(ctypes.byref(module), code), "cuModuleLoadData")
+        check(library.cuModuleGetFunction(ctypes.byref(self._function), module, function.encode()), function)
         self._name = function
         self._shared = 48 * 1024
         self._can_overlap = torch.cuda.get_device_capability() >= (9, 0)
@@ -79,21 +79,21 @@ class Kernel:
             launch = replace(launch, overlap=False)
         config, _attributes = _config(launch, torch.cuda.current_stream().cuda_stream)
         arguments = (ctypes.c_void_p * 1)(ctypes.addressof(params))
-        _check(_driver().cuLaunchKernelEx(ctypes.byref(config), self._function, arguments, None), self._name)
+        check(driver().cuLaunchKernelEx(ctypes.byref(config), self._function, arguments, None), self._name)
 
     def resident_clusters(self, launch: Launch) -> int:
         """Most clusters of this geometry that run at the same time on the whole device."""
         self._allow_shared(launch.shared)
         config, _attributes = _config(launch, 0)
         count = ctypes.c_int()
-        status = _driver().cuOccupancyMaxActiveClusters(ctypes.byref(count), self._function, ctypes.byref(config))
-        _check(status, self._name)
+        status = driver().cuOccupancyMaxActiveClusters(ctypes.byref(count), self._function, ctypes.byref(config))
+        check(status, self._name)
         return count.value
 
     def _allow_shared(self, size: int) -> None:
         if size > self._shared:
-            status = _driver().cuFuncSetAttribute(self._function, _DYNAMIC_SHARED_MEMORY, ctypes.c_int(size))
-            _check(status, self._name)
+            status = driver().cuFuncSetAttribute(self._function, _DYNAMIC_SHARED_MEMORY, ctypes.c_int(size))
+            check(status, self._name)
             self._shared = size
 
 
@@ -118,7 +118,7 @@ def tensor_map(address: int, shape: tuple[int, int], row_bytes: int, box: tuple[
     buffer = ctypes.create_string_buffer(128 + 64)
     aligned = -(-ctypes.addressof(buffer) // 64) * 64
     pair, four = ctypes.c_uint64 * 2, ctypes.c_uint32 * 2
-    status = _driver().cuTensorMapEncodeTiled(
+    status = driver().cuTensorMapEncodeTiled(
         ctypes.c_void_p(aligned),
         _UINT64 if words else _BFLOAT16,
         2,
@@ -132,7 +132,7 @@ def tensor_map(address: int, shape: tuple[int, int], row_bytes: int, box: tuple[
         _PROMOTION_128,
         0,
     )
-    _check(status, "cuTensorMapEncodeTiled")
+    check(status, "cuTensorMapEncodeTiled")
     return TensorMap.from_buffer_copy(ctypes.string_at(aligned, 128))
 
 
@@ -151,7 +151,7 @@ def shared_memory_limit(device: torch.device) -> int:
     """Most bytes of dynamic shared memory that a block can ask for."""
     value = ctypes.c_int()
     index = torch.cuda.current_device() if device.index is None else device.index
-    _check(_driver().cuDeviceGetAttribute(ctypes.byref(value), _MAX_SHARED_MEMORY, index), "cuDeviceGetAttribute")
+    check(driver().cuDeviceGetAttribute(ctypes.byref(value), _MAX_SHARED_MEMORY, index), "cuDeviceGetAttribute")
     return value.value
 
 
@@ -179,7 +179,12 @@ def _config(launch: Launch, stream: int) -> tuple[_Config, ctypes.Array[_Attribu
 
 
 @cache
-def _driver() -> ctypes.CDLL:
+def driver() -> ctypes.CDLL:
+    """The driver library.
+
+    Raises:
+        KernelUnavailableError: it cannot be loaded.
+    """
     try:
         return ctypes.CDLL("libcuda.so.1")
     except OSError as error:
@@ -188,9 +193,14 @@ def _driver() -> ctypes.CDLL:
         ) from error
 
 
-def _check(status: int, what: str) -> None:
+def check(status: int, what: str) -> None:
+    """Nothing where a call of the driver succeeded.
+
+    Raises:
+        KernelUnavailableError: it did not; ``what`` names the call.
+    """
     if status != 0:
         text = ctypes.c_char_p()
-        _driver().cuGetErrorString(status, ctypes.byref(text))
+        driver().cuGetErrorString(status, ctypes.byref(text))
         reason = text.value.decode() if text.value else "unknown error"
         raise KernelUnavailableError(f"the CUDA driver refused {what}", got=f"error {status}: {reason}")
