@@ -19,16 +19,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from peers import peft_passes
-from synthetic import StubTokenizer, random_model
+from phases import MICRO_BATCH, Case, Run
 from timing import require_gpu
 from training import (
     GB,
@@ -39,63 +38,16 @@ from training import (
     facts,
     learned,
     operations,
-    questions,
     random_answers,
     rated,
-    samples,
-    settings,
     spec_of,
-    synchronize,
 )
 
-from qerl import memory
-from qerl.objective.batch import pack
-from qerl.records import Completion, SamplingSpec, TrainBatch
+from qerl.records import Completion
 from qerl.report.speedup import speed_up
-from qerl.rollout.engine import Engine
-from qerl.train.optimizer import make_optimizer
 from qerl.train.timing import StageTimer
 
-PROMPT, ANSWER, MICRO_BATCH = 128, 1920, 8192
-PART = 8
-"""A short rollout has this part of the tokens: from it, one of twice as many and a micro-batch a speed-up is predicted."""
-REPEATS = 3
-"""Timed runs of a part, after one of the same shape that is not: what a shape needs at its first use is no part of its time."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
-    """One model, and what is done with it."""
-
-    kind: str
-    """``passes``, ``peers``, ``whole`` or ``capped``."""
-    size: str
-    format: str = "nvfp4"
-    checkpointing: str = "full"
-    updates: int = 1
-    """Timed updates, or whole steps."""
-    shapes: tuple[int, ...] = (4096, MICRO_BATCH)
-    """Tokens of the micro-batches whose memory is compared; the last is timed."""
-    prompts: int = 1
-    """Of an update; eight answers each."""
-    new: int = 2048
-    """Tokens of each of its answers."""
-    cap_gb: float | None = None
-    """Memory that the process may take."""
-    needs: float = 8.0
-    """Seconds below which it is not begun."""
-
-    @property
-    def name(self) -> str:
-        if self.kind == "peers":
-            return f"{self.size} {self.format} by peft and transformers"
-        limited = f" in {self.cap_gb:g} GB" if self.cap_gb else ""
-        if self.kind in ("whole", "capped"):
-            return f"{self.size} {self.format}{limited}, step of {8 * self.prompts} x {self.new}"
-        way = "" if self.checkpointing == "full" else f", checkpointing {self.checkpointing}"
-        wide = "" if self.shapes[-1] == MICRO_BATCH else f", micro-batches of {self.shapes[-1]}"
-        return f"{self.size} {self.format}{way}{wide}"
-
+PROMPT, ANSWER = 128, 1920
 
 CASES = (
     Case(kind="passes", size="7B", updates=3, needs=0),
@@ -168,7 +120,7 @@ class Bench:
 
     def _passes(self, case: Case) -> dict[str, Any]:
         spec = spec_of(case.size, tiny=self.tiny)
-        run = Run(case, self, new=self.answer)
+        run = Run(case, self.device, self.prompt, new=self.answer, tiny=self.tiny)
         run.warm_up()
         answers = random_answers(spec, run.prompts, [self.answer] * (8 * case.prompts))
         row: dict[str, Any] = {"memory": {}}
@@ -193,10 +145,9 @@ class Bench:
         return peft_passes(spec, self.device, nf4=case.format == "nf4", **shape)
 
     def _whole(self, case: Case) -> dict[str, Any]:
-        short = self.most_new.get(case.size, case.new)
-        run = Run(
-            case, self, new=2 * self.answer if self.tiny else case.new, sampled=2 * self.answer if self.tiny else short
-        )
+        new = 2 * self.answer if self.tiny else case.new
+        short = new if self.tiny else self.most_new.get(case.size, case.new)
+        run = Run(case, self.device, self.prompt, new=new, sampled=short, tiny=self.tiny)
         run.warm_up()
         packs = run.packs(MICRO_BATCH)
         row: dict[str, Any] = {}
@@ -206,6 +157,8 @@ class Bench:
         timer, between = run.step()
         stages = {name: timer.total[name] for name in ("rollout", *STAGES)}
         row["seconds"] = {**stages, "to_training": between, "step": sum(stages.values()) + between}
+        if case.cap_gb is None:
+            row["switch"] = run.switching()
         row["captures"] = {key: run.stats[f"graph_{key}"] for key in ("captures", "seconds")}
         row["tokens"] = {
             "sampled": run.sampled,
@@ -252,108 +205,6 @@ class Bench:
                 "error_with_eta_of_the_stages": with_stages / measured - 1,
             }
         return found
-
-
-class Run:
-    """A model with engine and optimizer, whose phases share memory as in a run that gives keys and values back.
-
-    Args:
-        new: tokens that an answer may have, and has where it is learned from.
-        sampled: tokens that are sampled of it, where a cap is to be shown; else answers have no more than these.
-    """
-
-    def __init__(self, case: Case, bench: Bench, *, new: int, sampled: int | None = None):
-        self.case, self.device, self.prompt = case, bench.device, bench.prompt
-        self.sampled = new if sampled is None else sampled
-        self.new = new if case.cap_gb is not None else self.sampled
-        spec = spec_of(case.size, tiny=bench.tiny)
-        self.model = random_model(spec, format=case.format, device=self.device, dtype=torch.bfloat16)
-        self.optimizer = make_optimizer(self.model.trainable_parameters(), self.config(MICRO_BATCH).optim)
-        self.prompts = questions(spec, case.prompts, bench.prompt)
-        # No token ends an answer.
-        tokenizer: Any = StubTokenizer((spec.vocab_size + 1,))
-        self.engine = Engine(self.model, tokenizer, max_num_seqs=8 * case.prompts, device=self.device, lends=True)
-        self.stats: dict[str, float] = {}
-
-    def config(self, budget: int) -> Any:
-        # Micro-batches that are compared with others have as many tokens; whole steps share what they can.
-        more = ["train.share_prompts=false"] if self.case.kind == "passes" else []
-        return settings(
-            self.case.format, self.case.checkpointing, prompts=self.case.prompts, prompt=self.prompt, answer=self.new,
-            budget=budget, more=more,
-        )  # fmt: skip
-
-    def answers(self, count: int) -> list[Completion]:
-        return random_answers(self.model.spec, self.prompts, [self.new] * count)
-
-    def packs(self, budget: int) -> list[TrainBatch]:
-        """The micro-batches of a step."""
-        items = [sample for group in samples(self.answers(8 * len(self.prompts))) for sample in group]
-        config = self.config(budget)
-        key = (lambda key: 0) if config.shares_prompts(self.device.type) else None
-        return list(pack(items, config.pass_tokens, self.device, prefix_key=key))
-
-    def passes(self, count: int) -> list[float]:
-        """Seconds of log-probs and backward pass of so many answers, each after memory was given back, as in a step."""
-        found = []
-        for _ in range(1 + REPEATS):
-            memory.return_unused(self.device)
-            timer = StageTimer(self.device)
-            learned(self.config(MICRO_BATCH), self.model, self.optimizer, self.answers(count), timer)
-            found.append(timer.total["logprobs"] + timer.total["backward"])
-        return found[1:]
-
-    def part_of_a_rollout(self) -> dict[str, Any]:
-        """Seconds of a short rollout and of one twice as long; ``whole``: what a rollout should take by them.
-
-        The first call captures its steps, as every rollout does whose memory was given back, and counts once; what a call costs beside
-        its decode steps counts once, too.
-        """
-        limit = max(1, self.sampled // PART)
-        first = self.generate(limit)
-        again = [self.generate(limit) for _ in range(REPEATS)]
-        twice = [self.generate(2 * limit) for _ in range(1 + REPEATS)][1:]
-        self.engine.release()
-        more = max(0.0, statistics.median(twice) - statistics.median(again))
-        whole = first + (self.sampled / limit - 1) * more
-        return {"tokens": limit, "first": first, "again": again, "twice": twice, "whole": whole}
-
-    def sample(self, limit: int) -> list[Completion]:
-        sampling = SamplingSpec(temperature=1.0, max_new_tokens=self.new, seed=0, rollout=0)
-        count = 8 * len(self.prompts)
-        completions, self.stats = self.engine.generate(self.prompts, sampling, group_size=8, limits=[limit] * count)
-        return list(completions)
-
-    def generate(self, limit: int) -> float:
-        """Seconds of a rollout of so many tokens an answer."""
-        synchronize(self.device)
-        began = time.perf_counter()
-        self.sample(limit)
-        synchronize(self.device)
-        return time.perf_counter() - began
-
-    def warm_up(self) -> None:
-        """Compile what there is to compile; the first update makes the moments."""
-        self.sample(2)
-        self.engine.release()
-        clear(self.device)
-        answers = random_answers(self.model.spec, self.prompts[:1], [min(64, self.new)] * 8)
-        learned(self.config(MICRO_BATCH), self.model, self.optimizer, answers, StageTimer(self.device))
-
-    def step(self) -> tuple[StageTimer, float]:
-        """Rollout and update; the stages' times, and the seconds between rollout and training."""
-        timer = StageTimer(self.device)
-        with timer.stage("rollout"):
-            answers = self.sample(self.sampled)
-        began = time.perf_counter()
-        self.engine.release()
-        memory.return_unused(self.device)
-        synchronize(self.device)
-        between = time.perf_counter() - began
-        if self.sampled < self.new:
-            answers = self.answers(len(answers))
-        learned(self.config(MICRO_BATCH), self.model, self.optimizer, answers, timer)
-        return timer, between
 
 
 def main() -> None:
