@@ -26,6 +26,7 @@ from qerl.kernels.activation import silu_mul
 from qerl.kernels.activation import triton as activation_triton
 from qerl.kernels.attention import packed_attention
 from qerl.kernels.quantize import quantize
+from qerl.kernels.quantize import triton as quantize_triton
 from qerl.kernels.rms_norm import KeyedNoise, TableNoise, add_rms_norm
 from qerl.kernels.rms_norm import triton as rms_norm_triton
 from qerl.kernels.rope import HeadNorms, rope
@@ -183,9 +184,11 @@ def quantization(table: Table) -> None:
     weight = normal(2 * MLP, HIDDEN)
     moved = weight.numel() * (2 + 2 + 0.5625)
     # The check for values that are not finite waits for the device, which a graph cannot do.
+    times = captured(lambda: quantize_triton.rounded(weight, (len(weight),)), calls=4)
+    table.add(f"quantize nvfp4 [{2 * MLP}, {HIDDEN}], triton, without the check", times, moved=moved)
     for kernel in ("triton", "reference"):
         times = device_times(lambda k=kernel: quantize(weight, "nvfp4", kernel=k))
-        table.add(f"quantize nvfp4 [{2 * MLP}, {HIDDEN}], {kernel}", times, moved=moved)
+        table.add(f"quantize nvfp4 [{2 * MLP}, {HIDDEN}], {kernel}, eager", times, moved=moved)
 
 
 def attention(table: Table) -> None:

@@ -32,7 +32,14 @@ def quantize(
     """See `qerl.kernels.quantize.quantize`."""
     if (format_name, method, rounding) != ("nvfp4", "rtn", "ct") or weight_OI.dtype == torch.float64:
         return reference.quantize(weight_OI, format_name, method, rounding, segments, name)
-    rows = check_weight(weight_OI, segments, name)
+    packed, reach = rounded(weight_OI, check_weight(weight_OI, segments, name))
+    # Asked last: the answer waits for the device, which has both passes to do by then.
+    check_finite(reach, name)
+    return packed
+
+
+def rounded(weight_OI: Tensor, rows: tuple[int, ...]) -> tuple[PackedWeight, Tensor]:
+    """(the weight in NVFP4, its largest magnitude float32 [1]), without waiting for the device; meaningless where that is not finite."""
     (d_out, d_in), device = weight_OI.shape, weight_OI.device
     weight_OI = weight_OI.contiguous()
     count, blocks = weight_OI.numel(), ceil_div(d_in, BLOCK)
@@ -58,14 +65,12 @@ def quantize(
         num_warps=4,
         enable_fp_fusion=False,
     )
-    # Asked last: the answer waits for the device, which has both passes to do by then.
-    check_finite(reach.view(torch.float32), name)
     tensors = {
         "packed": packed.view(torch.uint8).view(d_out, blocks * BLOCK // 2),
         "block_scales": scales.view(torch.float8_e4m3fn),
         "global_scale": divisor,
     }
-    return PackedWeight(format="nvfp4", shape=(d_out, d_in), tensors=tensors, segments=rows)
+    return PackedWeight(format="nvfp4", shape=(d_out, d_in), tensors=tensors, segments=rows), reach.view(torch.float32)
 
 
 @triton.jit
