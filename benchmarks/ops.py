@@ -2,7 +2,7 @@
 
     python benchmarks/ops.py [--out results/kernels_ops.json]
 
-Shapes are Qwen2.5-7B's (hidden 3584, MLP 18944, 28 and 4 heads of 128, vocabulary 152064). Everything but the quantizer is timed inside captured
+Shapes are Qwen2.5-7B's (hidden 3584, MLP 18944, 28 and 4 heads of 128, vocabulary 152064). Everything but rows named eager is timed inside captured
 graphs, so that no time of the host counts: medians over replays, with the second and eighth decile. Inputs of the training rows
 are larger than the cache; those of a decode step are warm, as they are in a step. Floors come from a copy and a square matrix
 product in the same run.
