@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from qerl.config.schema import Config
 from qerl.errors import ConfigError, MemoryBudgetError
 from qerl.memory.ledger import PHASES, check_cache, mini_batch_tokens, predict, wanted_kv_bytes
+from qerl.model.recompute import Checkpointing
 from qerl.model.spec import ModelSpec
 
 GB = 1e9
@@ -31,7 +32,7 @@ HALF = 0.5
 """Share of what keys and values could have by being given back, from which they are rather kept."""
 SMALLEST_GB = 1e-6
 """Stands for no room at all, which the setting does not allow."""
-ORDER = ("none", "selective", "full")
+ORDER: tuple[Checkpointing, ...] = ("none", "selective", "full")
 """Ways of checkpointing, from fastest to smallest."""
 
 
@@ -107,14 +108,14 @@ def resolve(config: Config, spec: ModelSpec, budget: Budget | None, *, device_ty
     Without a budget nothing is computed again and all sequences have room. Otherwise ``train.checkpointing`` is the first of none,
     selective and full with which all of it fits. If none does: full, and the keys and values of a GPU get what is left, while training
     too if that is at least half of what they could have by being given back (``rollout.keep_cache``, ``rollout.kv_cache_gb``).
-    ``train.token_budget`` is decided before all that.
+    ``train.token_budget`` is decided before all that, with the way of checkpointing that its passes leave room for.
 
     Raises:
         ConfigError: ``rollout.kv_cache_gb`` has no room for one sequence.
     """
     check_cache(config, spec, device_type)
-    config = _with_token_budget(config, spec, budget, device_type)
-    ways = ORDER if config.train.checkpointing == "auto" else (config.train.checkpointing,)
+    config, first = _with_token_budget(config, spec, budget, device_type)
+    ways = ORDER[ORDER.index(first) :] if config.train.checkpointing == "auto" else (config.train.checkpointing,)
     for way in ways:
         chosen = changed(config, "train.checkpointing", way)
         if budget is None or predict(chosen, spec, device_type=device_type).peak <= budget.size:
@@ -135,13 +136,16 @@ def resolve(config: Config, spec: ModelSpec, budget: Budget | None, *, device_ty
     return changed(_kept(chosen, keep), "rollout.kv_cache_gb", shown)
 
 
-def _with_token_budget(config: Config, spec: ModelSpec, budget: Budget | None, device_type: str) -> Config:
+def _with_token_budget(
+    config: Config, spec: ModelSpec, budget: Budget | None, device_type: str
+) -> tuple[Config, Checkpointing]:
     """``train.token_budget=auto`` as the most tokens for which the plan stays within a share of the budget, by the first way of
-    checkpointing that has room for as many as there are by default; else at most these, by the smallest way and within the whole budget."""
+    checkpointing that has room for as many as there are by default; else at most these, by the smallest way and within the whole budget.
+    Also the way of checkpointing to begin with."""
     if config.train.token_budget != "auto":
-        return config
+        return config, ORDER[0]
     if budget is None:
-        return changed(config, "train.token_budget", config.pass_tokens)
+        return changed(config, "train.token_budget", config.pass_tokens), ORDER[0]
     longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
     most = min(MOST_PASS_TOKENS, MOST_ELEMENTS // (2 * spec.intermediate_size), mini_batch_tokens(config, device_type))
     most = max(most, longest)
@@ -162,9 +166,12 @@ def _with_token_budget(config: Config, spec: ModelSpec, budget: Budget | None, d
         return largest_that(fits, low, high)
 
     usual = max(longest, min(config.pass_tokens, most))
-    tokens = next((n for way in ways if (n := found(way, usual, most, SHARE * budget.size))), None)
-    tokens = tokens or found(ways[-1], longest, usual, budget.size) or longest
-    return changed(config, "train.token_budget", tokens)
+    for way in ways:
+        tokens = found(way, usual, most, SHARE * budget.size)
+        if tokens is not None:
+            return changed(config, "train.token_budget", tokens), way
+    tokens = found(ways[-1], longest, usual, budget.size) or longest
+    return changed(config, "train.token_budget", tokens), ways[-1]
 
 
 def _kept(config: Config, choice: str) -> Config:
@@ -227,6 +234,8 @@ def limits(config: Config, spec: ModelSpec, budget: Budget, *, device_type: str)
     answers = config.rollout.prompts_per_step * config.rollout.group_size
     whole = "train.token_budget" if config.pass_tokens < spec.max_positions else "positions of the model"
     positions = min(spec.max_positions, config.pass_tokens) - config.rollout.max_prompt_tokens
+    # Shorter answers than the punishment of long ones begins at are no setting.
+    shortest = config.reward.overlong.buffer_tokens + 1 if config.reward.overlong.enabled else 1
 
     def fits(setting: str, value: int) -> bool:
         try:
@@ -242,7 +251,7 @@ def limits(config: Config, spec: ModelSpec, budget: Budget, *, device_type: str)
     for setting, now, low, high, otherwise in (
         ("rollout.max_num_seqs", config.decode_slots, 1, answers, "answers of a step"),
         ("train.token_budget", config.pass_tokens, longest, MOST_TRIED, "nothing"),
-        ("rollout.max_new_tokens", config.rollout.max_new_tokens, 1, positions, whole),
+        ("rollout.max_new_tokens", config.rollout.max_new_tokens, shortest, positions, whole),
     ):
         largest = largest_that(partial(fits, setting), low, high)
         held_by = otherwise if largest == high else "memory"

@@ -159,15 +159,26 @@ def mini_batch_tokens(config: Config, device_type: str) -> int:
     return groups * group_tokens(config, device_type)[0]
 
 
-def group_tokens(config: Config, device_type: str) -> tuple[int, int]:
-    """Most tokens of a group, and keys that they have: those of a shared prompt once for itself and again for each answer."""
+def group_tokens(config: Config, device_type: str, answer: int | None = None) -> tuple[int, int]:
+    """Tokens of a group whose answers all have ``answer`` tokens (as many as they may, if that is not given), and keys that they have:
+    those of a shared prompt once for itself and again for each answer."""
     prompt, answers = config.rollout.max_prompt_tokens, config.rollout.group_size
-    each = prompt + config.rollout.max_new_tokens
+    each = prompt + (config.rollout.max_new_tokens if answer is None else answer)
     aqn = config.aqn
     apart = aqn.enabled and aqn.prompt != "clean" and aqn.scope not in ("rollout", "group")
     if apart or not config.shares_prompts(device_type):
         return answers * each, answers * each
     return answers * each - (answers - 1) * prompt, answers * each + prompt
+
+
+def _repeated_keys(config: Config, device_type: str) -> int:
+    """Most keys of shared prompts that stand again in a micro-batch. Shorter answers leave room for more groups: it is the length at which
+    all groups of a mini-batch just fill it, or the longest."""
+    groups = -(-config.rollout.prompts_per_step // config.optim.updates_per_rollout)
+    room = config.pass_tokens // groups - config.rollout.max_prompt_tokens
+    answer = min(config.rollout.max_new_tokens, max(1, room // config.rollout.group_size))
+    tokens, keys = group_tokens(config, device_type, answer)
+    return min(groups * (keys - tokens), micro_batch_tokens(config, device_type) * (keys - tokens) // tokens)
 
 
 def _batch(config: Config) -> int:
@@ -316,25 +327,22 @@ def kept_values(config: Config, spec: ModelSpec, device_type: str) -> int:
 
 
 def _layer_bytes(config: Config, spec: ModelSpec, itemsize: int, device_type: str) -> int:
-    """Bytes a token of one layer kept whole: values, a float32 a norm and a head; keys and values of shared prompts for every answer;
-    the CPU also keeps noise that differs by token."""
+    """Bytes of one layer of a micro-batch kept whole: values, a float32 a norm and a head; keys and values of shared prompts for every
+    answer; the CPU also keeps noise that differs by token."""
     size = kept_values(config, spec, device_type) * itemsize + 4 * (2 + spec.num_heads)
-    tokens, keys = group_tokens(config, device_type)
-    size += 2 * spec.kv_size * itemsize * (keys - tokens) // tokens
     differs = config.aqn.scope != "rollout" or config.aqn.prompt == "clean"
     if differs and device_type == "cpu":
         size += 4 * shapes.noise_width(config, spec) // spec.num_layers
-    return size
+    repeated = 2 * spec.kv_size * itemsize * _repeated_keys(config, device_type)
+    return micro_batch_tokens(config, device_type) * size + repeated
 
 
 def _activations(config: Config, spec: ModelSpec, itemsize: int, device_type: str) -> int:
     """Kept by one micro-batch: the layers, or the stream before each (one, where they wait on the host)."""
-    stream = spec.hidden_size * itemsize
     if config.train.checkpointing != "full":
-        layers = spec.num_layers * _layer_bytes(config, spec, itemsize, device_type)
-    else:
-        layers = stream * (1 if config.train.activation_offloading else spec.num_layers)
-    return micro_batch_tokens(config, device_type) * layers
+        return spec.num_layers * _layer_bytes(config, spec, itemsize, device_type)
+    streams = 1 if config.train.activation_offloading else spec.num_layers
+    return micro_batch_tokens(config, device_type) * streams * spec.hidden_size * itemsize
 
 
 def _backward_working(config: Config, spec: ModelSpec, itemsize: int, device_type: str) -> int:
@@ -348,5 +356,5 @@ def _backward_working(config: Config, spec: ModelSpec, itemsize: int, device_typ
     again = 0
     if config.train.checkpointing == "full":
         # The stream before the layer is kept already.
-        again = (_layer_bytes(config, spec, itemsize, device_type) - hidden * itemsize) * tokens
+        again = _layer_bytes(config, spec, itemsize, device_type) - tokens * hidden * itemsize
     return _rotation(spec, tokens) + max(_head_working(spec, tokens, itemsize), again + flow)

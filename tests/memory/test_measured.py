@@ -20,7 +20,7 @@ COMMON = ("objective.denominator=recomputed", "rollout.keep_cache=off", "aqn.ena
 @pytest.mark.parametrize("path", RUNS, ids=lambda path: path.stem)
 def test_the_predicted_peak_is_within_five_percent_of_the_measured_one(path):
     found = json.loads(path.read_text())
-    decided = [f"train.{key}={found[key]}" for key in ("checkpointing", "token_budget")]
+    decided = [f"train.{key}={json.dumps(found[key])}" for key in ("checkpointing", "token_budget", "share_prompts")]
     config = load_config(ROOT / "configs" / found["config"], decided)
     ledger = memory.predict(config, ModelSpec.from_config(found["model"]), device_type="cuda")
     measured = {stage: peaks["allocated"] * 1e9 for stage, peaks in found["measured"].items()}
