@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -125,16 +126,21 @@ class Trainer:
         values = advantages([[s.reward for s in group.scores] for group in batch], config.objective.advantage)
         samples = make_samples(batch, values, mask_truncated=config.objective.mask_truncated)
         measured |= self.check_on_policy(rollout)
-        stats = learn(
-            config,
-            self.session.model,
-            self.optimizer,
-            samples,
-            noise=policy.noise,
-            completed=state.updates,
-            timer=timer,
-            report=self.report_nonfinite,
-        )
+        # Records are written while the device learns: the host would wait for it.
+        with ThreadPoolExecutor(max_workers=1) as beside:
+            records = beside.submit(self.keep_records, collected)
+            stats = learn(
+                config,
+                self.session.model,
+                self.optimizer,
+                samples,
+                noise=policy.noise,
+                completed=state.updates,
+                timer=timer,
+                report=self.report_nonfinite,
+            )
+            with timer.stage("save"):
+                records.result()
         metrics: dict[str, float] = {
             **step_metrics.group_metrics(groups),
             **step_metrics.rollout_metrics(rollout),
@@ -149,8 +155,6 @@ class Trainer:
             self.warn(warning)
         with timer.stage("diagnostics"):
             measured |= self.diagnostics.after_updates(state.step + 1)
-        with timer.stage("save"):
-            self.keep_records(collected)
         state.step += 1
         state.updates += config.optim.updates_per_rollout
         state.tokens += int(metrics["tokens/prompt"] + metrics["tokens/completion"])
