@@ -134,15 +134,17 @@ class Run:
         return {"tokens": limit, "first": first, "again": again, "twice": twice, "whole": whole}
 
     def switching(self) -> dict[str, float]:
-        """Seconds of giving the memory of keys and values back for training, and of having it again: what a short rollout then takes beyond
-        one after a rollout. Medians."""
+        """Seconds of changing over: of giving the memory of keys and values back for training, and of what a short rollout after an update
+        takes beyond one after a rollout. Medians."""
         few, kept, back, again = min(SWITCH_TOKENS, self.sampled), [], [], []
-        for _ in range(1 + REPEATS):
+        self.generate(few)
+        for _ in range(REPEATS):
             kept.append(self.generate(few))
             back.append(self.give_back())
+            learned(self.config(MICRO_BATCH), self.model, self.optimizer, self.answers(8), StageTimer(self.device))
             again.append(self.generate(few))
-        middle = [statistics.median(times[1:]) for times in (kept, back, again)]
-        return {"to_training": middle[1], "to_rollout": middle[2] - middle[0], "short_rollout": middle[0]}
+        before, given, after = (statistics.median(times) for times in (kept, back, again))
+        return {"to_training": given, "to_rollout": after - before, "short_rollout": before}
 
     def give_back(self) -> float:
         """Seconds that giving back takes."""
