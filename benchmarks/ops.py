@@ -14,6 +14,7 @@ import argparse
 import json
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from qerl.kernels.token_logprobs import token_logprobs
 from qerl.kernels.token_logprobs import triton as logprobs
 
 HIDDEN, MLP, HEADS, KV_HEADS, SIZE, VOCABULARY = 3584, 18944, 28, 4, 128, 152064
-TOKENS, SAMPLES, DECODE = 8192, 64, 64
+TOKENS, SAMPLES, DECODE, NORMS = 8192, 64, 64, 56
 TILE_ROWS = logprobs.TILE_ROWS
 
 
@@ -129,6 +130,10 @@ def norms(table: Table) -> None:
         table.add(f"decode of {DECODE}: add_rms_norm, noise {name}", times)
     keyed = noises(DECODE)["keys by sample (scope response)"]
     table.add(f"normal_rows [{SAMPLES}, {HIDDEN}]", captured(keyed.draws))
+    names = torch.arange(NORMS, device="cuda").repeat_interleave(SAMPLES)
+    of_pass = replace(keyed, c1=0, c1_R=names, c2_R=keyed.c2_R.repeat(NORMS))
+    times = captured(of_pass.draws, calls=2)
+    table.add(f"draws of a pass for {NORMS} norms, a norm", [time / NORMS for time in times])
 
 
 def activation_and_rotation(table: Table) -> None:

@@ -17,7 +17,7 @@ workspace         on a GPU: cuBLAS, and room for the largest packed weight dequa
 batch             tokens of a rollout packed for learning, with their positions, targets and recorded log-probs
 ================  =====================================================================================
 
-Owners of a phase: ``kv_cache`` otherwise and ``noise`` (rollout), ``gradients`` (backward, optimizer: float32, one a trained parameter),
+Owners of a phase: ``kv_cache`` otherwise and ``noise`` (rollout, logprobs, backward), ``gradients`` (backward, optimizer: float32, one a trained parameter),
 ``activations`` (backward: what autograd keeps of one micro-batch), and ``working`` (any: the most that exists for a moment beside
 these). The phases are load, rollout, logprobs, backward, optimizer.
 
@@ -36,6 +36,7 @@ from qerl.kernels.token_logprobs.tiles import TILE_ROWS, tile_tokens
 from qerl.memory import shapes
 from qerl.memory.pages import check_pages
 from qerl.memory.shapes import ITEMSIZE, StoredGroup
+from qerl.model.aqn.noise import PASS_TABLE_BYTES
 from qerl.model.spec import ModelSpec
 
 PHASES = ("load", "rollout", "logprobs", "backward", "optimizer")
@@ -137,10 +138,15 @@ def predict(config: Config, spec: ModelSpec, *, device_type: str) -> Ledger:
             "noise": _rollout_noise(config, spec),
             "working": _sampling(config, spec, itemsize),
         },
-        "logprobs": {"batch": batch, "working": _scoring(config, spec, itemsize, device_type)},
+        "logprobs": {
+            "batch": batch,
+            "noise": _pass_noise(config, spec, device_type),
+            "working": _scoring(config, spec, itemsize, device_type),
+        },
         "backward": {
             **_end_of_pass(config, spec, gradients, _activations(config, spec, itemsize, device_type), device_type),
             "batch": batch,
+            "noise": _pass_noise(config, spec, device_type),
             "working": _backward_working(config, spec, itemsize, device_type),
         },
         "optimizer": {"gradients": gradients, "batch": batch},
@@ -261,6 +267,16 @@ def _rollout_noise(config: Config, spec: ModelSpec) -> int:
     if config.aqn.scope not in ("group", "response"):
         return 0
     return 4 * config.decode_slots * shapes.noise_width(config, spec)
+
+
+def _pass_noise(config: Config, spec: ModelSpec, device_type: str) -> int:
+    """Draws that a pass holds for its answers, float32, taken to be as long as they may."""
+    if config.aqn.scope not in ("group", "response"):
+        return 0
+    longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
+    answers = -(-micro_batch_tokens(config, device_type) // longest)
+    held = 4 * answers * shapes.noise_width(config, spec)
+    return held if held <= PASS_TABLE_BYTES else 0
 
 
 def _loading(config: Config, spec: ModelSpec, itemsize: int) -> int:

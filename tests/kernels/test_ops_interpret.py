@@ -66,22 +66,6 @@ def test_the_norm_in_every_form_of_noise(tokens, width):
         torch.testing.assert_close(without[0], plain, rtol=1e-5, atol=5e-6, msg=name)
 
 
-def test_a_program_draws_anew_where_its_rows_see_another_draw(monkeypatch):
-    """Runs that begin and end inside a program, a draw that comes again, and tokens without noise."""
-    monkeypatch.setattr(norm_triton, "_RUN_PROGRAMS", 2)
-    monkeypatch.setattr(norm_triton, "_SUMMING_WARPS", 6)
-    tokens, width = 11, 600
-    x, grad, weight = random(tokens, width), random(tokens, width, seed=1), random(width, seed=2)
-    rows, noisy = torch.tensor([0, 0, 0, 2, 2, 1, 0, 0, 1, 1, 1]), torch.arange(tokens) % 4 != 1
-    drawn = keyed(3, width, rows_T=rows, noisy_T=noisy)
-    results = []
-    for noise in (drawn, drawn.table()):
-        h, inverse = norm_triton.forward(x, weight, 1e-6, noise)
-        results.append((h, *norm_triton.backward(grad, x, weight, inverse, noise)))
-    torch.testing.assert_close(*results, rtol=0, atol=5e-6)
-    assert torch.equal(results[0][0][~noisy], norm_triton.forward(x, weight, 1e-6, None)[0][~noisy])
-
-
 def test_no_noise_has_the_bits_of_zero_noise():
     x, weight = random(2, 70), random(70, seed=1)
     plain = norm_triton.forward(x, weight, 1e-6, None)[0]

@@ -118,16 +118,18 @@ def _words(w, quotient, FUSED: tl.constexpr):
     magnitudes above 6 saturated; the sign is set where w < 0. FUSED: the corrections of a quotient turn -0 into 0 and keep the sign
     of everything else, so its sign bit says the same."""
     magnitude = tl.minimum(tl.abs(quotient), 6.0)
-    # From 1 on a code is the exponent and one bit of the mantissa; below, half of an integer that 2^22 rounds to.
-    bits = magnitude.to(tl.int32, bitcast=True)
-    large = (bits + 0x1FFFFF + ((bits >> 22) & 1) - (252 << 22)) >> 22
-    small = (magnitude + 4194304.0).to(tl.int32, bitcast=True) & 7
+    # Codes are the least of three roundings: to halves, to whole numbers above 2, to even ones above 4, each in the last bits of a sum with 2^23,
+    # whose own bits are taken off a whole word. (Floating point has room for it where integers are what binds.)
+    halves = tl.fma(magnitude, 2.0, 8388608.0).to(tl.int32, bitcast=True)
+    whole = (magnitude + 8388610.0).to(tl.int32, bitcast=True)
+    even = tl.fma(magnitude, 0.5, 8388612.0).to(tl.int32, bitcast=True)
+    code = tl.minimum(tl.minimum(halves, whole), even).to(tl.uint32, bitcast=True)
+    shift = (tl.arange(0, 8) * 4)[None, :]
     if FUSED:
-        sign = (quotient.to(tl.int32, bitcast=True) >> 28) & 8
+        sign = (quotient.to(tl.uint32, bitcast=True) >> (28 - shift)) & (tl.full((1, 8), 8, tl.uint32) << shift)
     else:
-        sign = tl.where(w < 0.0, 8, 0)
-    code = tl.where(magnitude < 1.0, small, large) | sign
-    return tl.sum(code << (tl.arange(0, 8) * 4)[None, :], axis=1)
+        sign = tl.where(w < 0.0, tl.full((1, 8), 8, tl.uint32) << shift, 0)
+    return tl.sum((code << shift) + sign, axis=1) - 0xFB000000
 
 
 @triton.jit

@@ -2,8 +2,7 @@
 """RMSNorm with residual add and noise in one pass over memory. Legend: T tokens, R draws, D channels.
 
 A tile is a few whole rows, in registers. Its shape depends on D alone, so a row's bits do not depend on the rows beside it. A
-program takes several tiles where there are many tokens: what all tokens share (w, or w + z) is then read once a program, and keyed
-noise is drawn once for each run of neighboring rows that see the same draw (tiles of one row).
+program takes several tiles where there are many tokens: what all tokens share (w, or w + z) is then read once a program.
 Float64 input (tests) goes to the reference.
 """
 
@@ -18,8 +17,8 @@ import triton.language as tl
 from torch import Tensor
 
 from qerl.kernels.overlap import begin, overlap
+from qerl.kernels.philox.device import normal_rows_tile
 from qerl.kernels.rms_norm import reference
-from qerl.kernels.rms_norm.device import of_run, scale_of
 from qerl.kernels.rms_norm.noise import KeyedNoise, NormNoise, TableNoise, noise_values
 from qerl.kernels.sizes import ceil_div, power_of_2
 
@@ -29,11 +28,9 @@ _A_WARP = 256
 _SUMMING_WARPS = 4096
 # Most tiles of a program otherwise, and how many programs there must be for that.
 _TILES, _PROGRAMS = 8, 1024
-# The same where a program draws for runs of rows, and the most rows that it takes.
-_RUN_PROGRAMS, _RUN = 256, 64
-# Registers a thread there, for up to so many channels: drawing would take more, and halve the rows that are under way at once.
-_RUN_REGISTERS, _RUN_WIDTH = 64, 4096
-# In narrow models (tiles of several rows) draws that this many tokens share are made once, and not in registers.
+# Registers a thread of such a program where tokens have noise of their own, for up to so many channels: with more, half as many would run.
+_SUMMING_REGISTERS, _SUMMING_WIDTH = 64, 4096
+# Draws are made once for all tokens that share one, and not in registers, where there are this many tokens a draw.
 _SHARED = 2
 
 
@@ -82,11 +79,13 @@ def backward(
     stream = None if grad_stream_TD is None else grad_stream_TD.reshape(-1, width).contiguous()
     rows_a_tile, block, warps = _tile(width)
     tiles = ceil_div(len(x), rows_a_tile)
-    given = _NoiseArguments(noise, len(x), width)
-    tiles_a_program = ceil_div(tiles, _SUMMING_WARPS // warps) if needs_weight else given.tiles_a_program(tiles)
+    tiles_a_program = ceil_div(tiles, _SUMMING_WARPS // warps) if needs_weight else _tiles_a_program(tiles)
     programs = ceil_div(tiles, tiles_a_program) if tiles else 0
     grad_x = torch.empty_like(x)
     partial = torch.zeros(programs if needs_weight else 0, width, dtype=torch.float32, device=x.device)
+    given = _NoiseArguments(noise, len(x))
+    tight = needs_weight and not given.flags["SHARED"] and width <= _SUMMING_WIDTH
+    options = {"maxnreg": _SUMMING_REGISTERS} if tight else {}
     if programs:
         _backward[(programs,)](
             grad,
@@ -107,6 +106,7 @@ def backward(
             BLOCK=block,
             num_warps=warps,
             enable_fp_fusion=False,
+            **options,
         )
     grad_weight = partial.sum(0).to(weight_D.dtype) if needs_weight else None
     return grad_x.view(x_TD.shape), grad_weight
@@ -121,9 +121,9 @@ def _launch_forward(
     rows_a_tile, block, warps = _tile(width)
     h, stream = torch.empty_like(x), None if residual is None else torch.empty_like(x)
     inverse = torch.empty(*x_TD.shape[:-1], 1, dtype=torch.float32, device=x.device)
-    given = _NoiseArguments(noise, len(x), width)
+    given = _NoiseArguments(noise, len(x))
     tiles = ceil_div(len(x), rows_a_tile)
-    tiles_a_program = given.tiles_a_program(tiles)
+    tiles_a_program = _tiles_a_program(tiles)
     if tiles:
         _forward[(ceil_div(tiles, tiles_a_program),)](
             x,
@@ -156,14 +156,16 @@ def _tile(width: int) -> tuple[int, int, int]:
     return rows, block, min(max(rows * block // _A_WARP, 1), 16)
 
 
-class _NoiseArguments:
-    """What the kernels are told of the noise: pointers (with strides), compile-time flags and options."""
+def _tiles_a_program(tiles: int) -> int:
+    return min(max(tiles // _PROGRAMS, 1), _TILES)
 
-    def __init__(self, noise: NormNoise | None, tokens: int, width: int):
-        rows_a_tile = _tile(width)[0]
-        runs = isinstance(noise, KeyedNoise) and noise.rows_T is not None and rows_a_tile == 1
-        if isinstance(noise, KeyedNoise) and noise.rows_T is not None and not runs:
-            noise = noise.table() if tokens >= _SHARED * len(noise.c2_R) else noise
+
+class _NoiseArguments:
+    """What the kernels are told of the noise: pointers (with strides) and compile-time flags."""
+
+    def __init__(self, noise: NormNoise | None, tokens: int):
+        if isinstance(noise, KeyedNoise) and noise.rows_T is not None and tokens >= _SHARED * len(noise.c2_R):
+            noise = noise.table()
         table: tuple[Any, ...] = (None, 0)
         keyed: tuple[Any, ...] = (None, 0, None, 0, None, 0, None, None)
         of_tokens: tuple[Any, ...] = (None, None)
@@ -183,14 +185,61 @@ class _NoiseArguments:
         self.pointers = (*table, *keyed, *of_tokens)
         source = 2 if keyed[0] is not None else 1 if table[0] is not None else 0
         shared = source == 0 or (source == 1 and table[1] == 0 and of_tokens[1] is None)
-        self.flags: dict[str, Any] = {"SOURCE": source, "SPREADS": spreads, "SHARED": shared, "RUNS": runs}
-        if runs and width <= _RUN_WIDTH:
-            self.flags["maxnreg"] = _RUN_REGISTERS
+        self.flags: dict[str, Any] = {"SOURCE": source, "SPREADS": spreads, "SHARED": shared}
 
-    def tiles_a_program(self, tiles: int) -> int:
-        """Where no gradient of w is added up."""
-        programs, most = (_RUN_PROGRAMS, _RUN) if self.flags["RUNS"] else (_PROGRAMS, _TILES)
-        return min(max(tiles // programs, 1), most)
+
+@triton.jit
+def _scale(
+    w,
+    table,
+    table_stride,
+    key,
+    c1,
+    c1_R,
+    c1_stride,
+    c2_R,
+    c2_stride,
+    c3_1,
+    spread,
+    rows_T,
+    noisy_T,
+    tokens,
+    inside,
+    SOURCE: tl.constexpr,
+    SPREADS: tl.constexpr,
+    SHARED: tl.constexpr,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """w + z of the given tokens (int64 [ROWS]), float32 [ROWS, BLOCK] or, where all tokens share it, [1, BLOCK] as w is."""
+    columns = tl.arange(0, BLOCK)
+    if SOURCE == 0:
+        return w
+    elif SHARED:
+        return w + tl.load(table + columns, mask=columns < D, other=0.0).to(tl.float32)[None, :]
+    else:
+        draw = tokens
+        if rows_T is not None:
+            draw = tl.load(rows_T + tokens, mask=inside, other=0)
+        if SOURCE == 1:
+            mask = inside[:, None] & (columns < D)[None, :]
+            z = tl.load(table + draw[:, None] * table_stride + columns[None, :], mask=mask, other=0.0).to(tl.float32)
+        else:
+            word1 = tl.zeros((ROWS,), tl.int64) + c1
+            if c1_R is not None:
+                word1 += tl.load(c1_R + draw * c1_stride, mask=inside, other=0)
+            word2 = tl.load(c2_R + draw * c2_stride, mask=inside, other=0)
+            k0, k1 = tl.load(key).to(tl.uint32), tl.load(key + 1).to(tl.uint32)
+            word3 = tl.load(c3_1).to(tl.uint32)
+            z = normal_rows_tile(k0, k1, word1.to(tl.uint32), word2.to(tl.uint32), word3, 0, ROWS, BLOCK)
+            if SPREADS:
+                z = z * tl.load(spread + columns, mask=columns < D, other=0.0)[None, :]
+            else:
+                z = z * tl.load(spread)
+        if noisy_T is not None:
+            z = z * tl.load(noisy_T + tokens, mask=inside, other=0).to(tl.float32)[:, None]
+        return w + z
 
 
 @triton.jit
@@ -219,7 +268,6 @@ def _forward(
     SOURCE: tl.constexpr,
     SPREADS: tl.constexpr,
     SHARED: tl.constexpr,
-    RUNS: tl.constexpr,
     ADD: tl.constexpr,
     D: tl.constexpr,
     ROWS: tl.constexpr,
@@ -233,13 +281,10 @@ def _forward(
     if SHARED:
         tokens = program * ROWS + tl.arange(0, ROWS)
         inside = tokens < count
-        scale = scale_of(
+        scale = _scale(
             w, table, table_stride, key, c1, c1_R, c1_stride, c2_R, c2_stride, c3_1, spread, rows_T, noisy_T, tokens,
             inside, SOURCE, SPREADS, SHARED, D, ROWS, BLOCK,
         )  # fmt: skip
-    if RUNS:
-        z = tl.zeros((1, BLOCK), tl.float32)
-        last = program * 0 - 1
     for tile in range(tiles_a_program):
         tokens = (program * tiles_a_program + tile) * ROWS + tl.arange(0, ROWS)
         inside = tokens < count
@@ -247,13 +292,8 @@ def _forward(
         places = tokens[:, None] * D + columns[None, :]
         value = tl.load(x + places, mask=mask, other=0.0)
         # Read, or drawn, before the sum of squares is waited for.
-        if RUNS:
-            scale, z, last = of_run(
-                w, z, last, key, c1, c1_R, c1_stride, c2_R, c2_stride, c3_1, spread, rows_T, noisy_T,
-                program * tiles_a_program + tile, count, SPREADS, D, BLOCK,
-            )  # fmt: skip
-        elif not SHARED:
-            scale = scale_of(
+        if not SHARED:
+            scale = _scale(
                 w, table, table_stride, key, c1, c1_R, c1_stride, c2_R, c2_stride, c3_1, spread, rows_T, noisy_T, tokens,
                 inside, SOURCE, SPREADS, SHARED, D, ROWS, BLOCK,
             )  # fmt: skip
@@ -294,7 +334,6 @@ def _backward(
     SOURCE: tl.constexpr,
     SPREADS: tl.constexpr,
     SHARED: tl.constexpr,
-    RUNS: tl.constexpr,
     ADD: tl.constexpr,
     NEEDS_WEIGHT: tl.constexpr,
     D: tl.constexpr,
@@ -308,13 +347,10 @@ def _backward(
     if SHARED:
         tokens = program * ROWS + tl.arange(0, ROWS)
         inside = tokens < count
-        scale = scale_of(
+        scale = _scale(
             w, table, table_stride, key, c1, c1_R, c1_stride, c2_R, c2_stride, c3_1, spread, rows_T, noisy_T, tokens,
             inside, SOURCE, SPREADS, SHARED, D, ROWS, BLOCK,
         )  # fmt: skip
-    if RUNS:
-        z = tl.zeros((1, BLOCK), tl.float32)
-        last = program * 0 - 1
     for tile in range(tiles_a_program):
         tokens = (program * tiles_a_program + tile) * ROWS + tl.arange(0, ROWS)
         inside = tokens < count
@@ -324,13 +360,8 @@ def _backward(
         dh = tl.load(grad + places, mask=mask, other=0.0).to(tl.float32)
         r = tl.load(inverse + tokens, mask=inside, other=0.0)[:, None]
         u = value.to(tl.float32) * r
-        if RUNS:
-            scale, z, last = of_run(
-                w, z, last, key, c1, c1_R, c1_stride, c2_R, c2_stride, c3_1, spread, rows_T, noisy_T,
-                program * tiles_a_program + tile, count, SPREADS, D, BLOCK,
-            )  # fmt: skip
-        elif not SHARED:
-            scale = scale_of(
+        if not SHARED:
+            scale = _scale(
                 w, table, table_stride, key, c1, c1_R, c1_stride, c2_R, c2_stride, c3_1, spread, rows_T, noisy_T, tokens,
                 inside, SOURCE, SPREADS, SHARED, D, ROWS, BLOCK,
             )  # fmt: skip

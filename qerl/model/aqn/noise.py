@@ -3,7 +3,8 @@
 Shape legend: T tokens of a pass, S samples (sequences) of a pass, D width of a norm.
 
 With scope ``rollout`` z is one vector a place, drawn once. The other scopes draw for each pass, from the keys of its samples
-(and the positions of its tokens), and keep nothing: engine and trainer draw the same numbers because the keys are the same.
+(and the positions of its tokens), and keep nothing: engine and trainer draw the same numbers because the keys are the same. What the
+tokens of a sample share is drawn at once for all places of a pass, when the first of them is asked for.
 """
 
 from __future__ import annotations
@@ -22,6 +23,10 @@ from qerl.model.aqn.sites import LAYER_SHIFT, POSITION_SHIFT, SITE_IDS, NormSour
 if TYPE_CHECKING:
     from qerl.model.aqn.state import NoiseState
     from qerl.model.attention import AttentionContext, SampleRows
+
+
+PASS_TABLE_BYTES = 1 << 28
+"""Most memory of the draws that a pass holds for all its norms; of more, each norm draws its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,8 +99,8 @@ class Noise:
             sample_keys_S: int64 [S].
             positions_S: int64 [S], absolute position of the token in its sequence.
         """
-        state, (layer, name) = self.state, place
-        counter: Tensor | int = SITE_IDS[name] | layer << LAYER_SHIFT
+        state = self.state
+        counter: Tensor | int = _name_word(place)
         if state.scope == "token":
             assert positions_S is not None
             counter = counter + (positions_S << POSITION_SHIFT)
@@ -152,12 +157,11 @@ class Noise:
         return NoisePass(self, context)
 
     def _draw_one(self, place: Place, device: torch.device) -> Tensor:
-        layer, name = place
         unit_D = philox.normal(
             self.state.seed,
             self.state.stream,
             self.widths[place],
-            c1=SITE_IDS[name] | layer << LAYER_SHIFT,
+            c1=_name_word(place),
             c2=0,
             c3=self.state.rollout,
             device=device,
@@ -181,6 +185,7 @@ class NoisePass:
         self._samples: SampleRows | None = None
         self._noisy_T: Tensor | None = None
         self._counter: Counter | None = None
+        self._tables: dict[Place, Tensor] = {}
         self._by_sample = noise.by_sample
         if self._by_sample:
             state = noise.state
@@ -190,7 +195,7 @@ class NoisePass:
                 self._noisy_T = self.positions_T >= context.samples.of_tokens(context.samples.prompt_lengths_S)
 
     def of_norm(self, layer: int, name: str) -> NormNoise | None:
-        """Noise of one place as the kernels take it, with the values of ``z``; nothing is drawn here."""
+        """Noise of one place as the kernels take it, with the values of ``z``."""
         place, noise = (layer, name), self.noise
         if not self._by_sample:
             return noise.values.get(place)
@@ -202,18 +207,40 @@ class NoisePass:
         assert samples is not None
         if self._counter is None:
             self._counter = self.counter(samples)
-        counter = self._counter
+        counter, rows_T = self._counter, None if noise.state.scope == "token" else samples.sequence_T
+        if rows_T is not None and 4 * len(counter.c2_R) * sum(noise.widths.values()) <= PASS_TABLE_BYTES:
+            if not self._tables:
+                self._tables = self._draw_all(counter)
+            return TableNoise(z_RD=self._tables[place], rows_T=rows_T, noisy_T=self._noisy_T)
         return KeyedNoise(
             key_2=counter.key_2,
             width=noise.widths[place],
-            c1=SITE_IDS[name] | layer << LAYER_SHIFT,
+            c1=_name_word(place),
             c1_R=counter.c1_R,
             c2_R=counter.c2_R,
             c3_1=counter.c3_1,
             spread=self.spread(place),
-            rows_T=None if noise.state.scope == "token" else samples.sequence_T,
+            rows_T=rows_T,
             noisy_T=self._noisy_T,
         )
+
+    def _draw_all(self, counter: Counter) -> dict[Place, Tensor]:
+        """z of every place for the samples of the pass, float32 [S, D] each: one draw for all places of a width."""
+        tables: dict[Place, Tensor] = {}
+        noise, samples = self.noise, len(counter.c2_R)
+        for width in dict.fromkeys(noise.widths[place] for place in noise.places()):
+            where = [place for place in noise.places() if noise.widths[place] == width]
+            names_P = torch.tensor([_name_word(place) for place in where], device=counter.c2_R.device)
+            unit = philox.normal_rows_of(
+                counter.key_2,
+                width,
+                c1=names_P.repeat_interleave(samples),
+                c2=counter.c2_R.repeat(len(where)),
+                c3=counter.c3_1,
+            ).view(len(where), samples, width)
+            spreads = torch.stack([self.spread(place) for place in where]).unsqueeze(1)
+            tables |= dict(zip(where, (unit * spreads).unbind(), strict=True))
+        return tables
 
     def counter(self, samples: SampleRows) -> Counter:
         """The parts of the Philox counter that all places share; not for scope ``rollout``."""
@@ -242,6 +269,12 @@ class NoisePass:
         if self.noise.state.scope == "token":
             return self.noise.draw(place, samples.of_tokens(samples.keys_S), self.positions_T)
         return samples.of_tokens(self.noise.draw(place, samples.keys_S))
+
+
+def _name_word(place: Place) -> int:
+    """The part of the second counter word that says which place it is."""
+    layer, name = place
+    return SITE_IDS[name] | layer << LAYER_SHIFT
 
 
 def z_over_w(noise: Noise, model: NormSource, threshold: float) -> float:
