@@ -207,6 +207,6 @@ def test_refill_rounds_of_a_rollout_have_noise_of_their_own(model, tokenizer):
 def test_tables_take_the_memory_that_is_predicted(model, sharing):
     settings = ["aqn.scope=group", f"aqn.sharing={sharing}", "aqn.sites=[attn_norm, mlp_norm, final_norm]"]
     config = load_config(None, [*settings, "rollout.max_num_seqs=5"])
-    predicted = memory.predict(config, model.spec, device_type="cpu").owners()["noise"]
+    predicted = memory.predict(config, model.spec, device_type="cpu").phases["rollout"]["noise"]
     source = row_noise.DecodeNoise(make_noise(model, "group", sharing=sharing), 5, model.device)
     assert sum(table.nbytes for table in source.tables.values()) == predicted > 0
