@@ -112,8 +112,6 @@ def norms(table: Table) -> None:
         runs = [lambda s=given, n=noise: add_rms_norm(s[0], s[1], weight, 1e-6, n) for given in sets]
         table.add(f"add_rms_norm, noise {name}", captured(*runs), moved=4 * one)
     for name, noise in noises(TOKENS).items():
-        if name == "table by sample":
-            continue
         inverse = rms_norm_triton.forward(sets[0][0], weight, 1e-6, noise)[1]
         for trained in (False, True):
             runs = [
@@ -130,10 +128,11 @@ def norms(table: Table) -> None:
         table.add(f"decode of {DECODE}: add_rms_norm, noise {name}", times)
     keyed = noises(DECODE)["keys by sample (scope response)"]
     table.add(f"normal_rows [{SAMPLES}, {HIDDEN}]", captured(keyed.draws))
-    names = torch.arange(NORMS, device="cuda").repeat_interleave(SAMPLES)
-    of_pass = replace(keyed, c1=0, c1_R=names, c2_R=keyed.c2_R.repeat(NORMS))
-    times = captured(of_pass.draws, calls=2)
-    table.add(f"draws of a pass for {NORMS} norms, a norm", [time / NORMS for time in times])
+    for samples in (SAMPLES, 8):
+        names = torch.arange(NORMS, device="cuda").repeat_interleave(samples)
+        of_pass = replace(keyed, c1=0, c1_R=names, c2_R=keyed.c2_R[:samples].repeat(NORMS))
+        times = captured(of_pass.draws, calls=2)
+        table.add(f"draws of a pass of {samples} samples for {NORMS} norms, a norm", [time / NORMS for time in times])
 
 
 def activation_and_rotation(table: Table) -> None:

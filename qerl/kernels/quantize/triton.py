@@ -23,7 +23,7 @@ from qerl.formats.nvfp4 import BLOCK
 from qerl.kernels.quantize import reference
 from qerl.kernels.sizes import ceil_div, power_of_2
 
-_PROGRAM_BLOCKS, _PROGRAM_ELEMENTS = 256, 16384
+_PROGRAM_BLOCKS, _PROGRAM_ELEMENTS = 128, 16384
 
 
 def quantize(

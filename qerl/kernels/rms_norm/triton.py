@@ -28,8 +28,6 @@ _A_WARP = 256
 _SUMMING_WARPS = 4096
 # Most tiles of a program otherwise, and how many programs there must be for that.
 _TILES, _PROGRAMS = 8, 1024
-# Registers a thread of such a program where tokens have noise of their own, for up to so many channels: with more, half as many would run.
-_SUMMING_REGISTERS, _SUMMING_WIDTH = 64, 4096
 # Draws are made once for all tokens that share one, and not in registers, where there are this many tokens a draw.
 _SHARED = 2
 
@@ -84,8 +82,6 @@ def backward(
     grad_x = torch.empty_like(x)
     partial = torch.zeros(programs if needs_weight else 0, width, dtype=torch.float32, device=x.device)
     given = _NoiseArguments(noise, len(x))
-    tight = needs_weight and not given.flags["SHARED"] and width <= _SUMMING_WIDTH
-    options = {"maxnreg": _SUMMING_REGISTERS} if tight else {}
     if programs:
         _backward[(programs,)](
             grad,
@@ -106,7 +102,6 @@ def backward(
             BLOCK=block,
             num_warps=warps,
             enable_fp_fusion=False,
-            **options,
         )
     grad_weight = partial.sum(0).to(weight_D.dtype) if needs_weight else None
     return grad_x.view(x_TD.shape), grad_weight
