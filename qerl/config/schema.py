@@ -139,7 +139,7 @@ class RolloutConfig(Section):
     read_together: bool = False
     """On a GPU, decode steps of at least 64 rows read prompts of more than 512 tokens once for the answers that share them. Faster for prompts of some thousand tokens; log-probs change by rounding. Not with static_shapes."""
     keep_cache: Literal["auto", "on", "off"] = "auto"
-    """On a GPU, keep that memory and the captured decode steps while training; `off` makes them anew for every rollout. `auto`: kept if the plan fits so."""
+    """On a GPU, keep that memory while training; `off` gives it back after every rollout. `auto`: kept if the plan fits so."""
 
 
 class OverlongConfig(Section):
