@@ -1,6 +1,6 @@
 """Time of the small operations on a GPU, beside the time that memory or the matrix units need for them.
 
-    python benchmarks/ops.py [--out results/kernels_ops.json]
+    python benchmarks/ops.py [--out results/kernels_ops.json] [--only norms,quantization]
 
 Shapes are Qwen2.5-7B's (hidden 3584, MLP 18944, 28 and 4 heads of 128, vocabulary 152064). Everything but rows named eager is timed inside captured
 graphs, so that no time of the host counts: medians over replays, with the second and eighth decile. Inputs of the training rows
@@ -217,16 +217,26 @@ def attention(table: Table) -> None:
         table.add(f"packed_attention {name} and its gradient, flash", times, flops=3.5 * product)
 
 
+PARTS = {
+    "norms": norms,
+    "quantization": quantization,
+    "log_probs": log_probs,
+    "activation_and_rotation": activation_and_rotation,
+    "attention": attention,
+}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--only", default=",".join(PARTS), help="parts, with commas")
     arguments = parser.parse_args()
     require_gpu(tiny=False)
     torch.manual_seed(0)
     table = Table()
     table.measure_rates()
-    for part in (norms, activation_and_rotation, log_probs, quantization, attention):
-        part(table)
+    for name in arguments.only.split(","):
+        PARTS[name](table)
         if arguments.out:
             commit = subprocess.run(
                 ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
