@@ -201,6 +201,7 @@ class _Loader:
         return DecoderLayer(
             index,
             self.spec,
+            dtype=self.dtype,
             attn_norm=self.norm(f"{prefix}.input_layernorm.weight"),
             mlp_norm=self.norm(f"{prefix}.post_attention_layernorm.weight"),
             train_norms=self.full or (self.lora is not None and self.lora.train_norms),

@@ -37,13 +37,18 @@ LAYER_NORMS = ("attn_norm", "mlp_norm")
 
 
 class DecoderLayer(nn.Module):
-    """Pre-norm transformer layer: attention, then the gated MLP. Norm scales are float32 [D] (q/k norms [d])."""
+    """Pre-norm transformer layer: attention, then the gated MLP. Norm scales are float32 [D] (q/k norms [d]).
+
+    Products are in ``dtype``, the compute type. The residual stream, and what attention and the MLP add to it, are in float32
+    (float64 where that is computed in): rounding the stream after every addition would be the largest rounding of all.
+    """
 
     def __init__(
         self,
         index: int,
         spec: ModelSpec,
         *,
+        dtype: torch.dtype,
         attn_norm: Tensor,
         qkv: GroupedLinear,
         o: GroupedLinear,
@@ -58,6 +63,8 @@ class DecoderLayer(nn.Module):
         super().__init__()
         self.index = index
         self.spec = spec
+        self.dtype = dtype
+        self.stream_dtype = torch.promote_types(dtype, torch.float32)
         self.attn_norm = nn.Parameter(attn_norm, requires_grad=train_norms)
         self.qkv = qkv
         self.o = o
@@ -93,7 +100,7 @@ class DecoderLayer(nn.Module):
         del o_TD
         inner_TF = silu_mul(gate_up_TX)
         with made_again(inner_TF, partial(silu_mul, gate_up_TX.detach())) if selective else kept_here():
-            return self.down.stacked(inner_TF, adapters), stream_TD
+            return self.down.stacked(inner_TF, adapters, dtype=self.stream_dtype), stream_TD
 
     def whole(self, x_TD: Tensor, *arguments: Any) -> Tensor:
         """The residual stream after the layer, from that before it; arguments as of ``forward``."""
@@ -110,7 +117,7 @@ class DecoderLayer(nn.Module):
     def after_mlp(self, x_TD: Tensor, noise: NoisePass | None) -> Tensor:
         """Second half, with adapters: what the next layer's ``attn_norm`` reads."""
         gate_up_TX, stream_TD = self._normed("mlp_norm", self.gate_up, x_TD, None, noise, True, False)
-        return stream_TD + self.down.stacked(silu_mul(gate_up_TX))
+        return stream_TD + self.down.stacked(silu_mul(gate_up_TX), dtype=self.stream_dtype)
 
     def _normed(
         self,
@@ -128,14 +135,14 @@ class DecoderLayer(nn.Module):
         weight_D, eps = self.reference_norms[site] if reference else getattr(self, site), self.spec.rms_eps
         if noise is None or not noise.independent:
             z = None if noise is None else noise.of_norm(self.index, site)
-            h_TD, stream_TD = add_rms_norm(x_TD, residual_TD, weight_D, eps, z)
+            h_TD, stream_TD = add_rms_norm(x_TD, residual_TD, weight_D, eps, z, dtype=self.dtype)
             with self._norm_again(h_TD, stream_TD, weight_D, z) if selective else kept_here():
                 return linear.stacked(h_TD, adapters), stream_TD
         stream_TD = x_TD if residual_TD is None else residual_TD + x_TD
         outputs = []
         for part in linear.parts:
             z = noise.of_norm(self.index, f"{site}/{part}")
-            h_TD = rms_norm(stream_TD, weight_D, eps, z)
+            h_TD = rms_norm(stream_TD, weight_D, eps, z, dtype=self.dtype)
             with self._norm_again(h_TD, stream_TD, weight_D, z) if selective else kept_here():
                 outputs.append(linear.member(part, h_TD, adapters))
         return torch.cat(outputs, dim=-1), stream_TD
@@ -144,7 +151,8 @@ class DecoderLayer(nn.Module):
         self, h_TD: Tensor, stream_TD: Tensor, weight_D: Tensor, z: NormNoise | None
     ) -> AbstractContextManager[object]:
         """Where ``h_TD`` would be kept: norm the stream again, which the norm keeps anyway."""
-        return made_again(h_TD, partial(rms_norm, stream_TD.detach(), weight_D.detach(), self.spec.rms_eps, z))
+        again = partial(rms_norm, stream_TD.detach(), weight_D.detach(), self.spec.rms_eps, z, dtype=self.dtype)
+        return made_again(h_TD, again)
 
     def head_norms(self, noise: NoisePass | None) -> HeadNorms | None:
         """Norms over each head of q and of k, with their noise; None where the model has none."""
@@ -172,7 +180,7 @@ class DecoderLayer(nn.Module):
             norms=self.head_norms(noise),
         )
         o_THd = context.attend(self.index, qkv_TX, rotary)
-        return self.o.stacked(o_THd.reshape(len(qkv_TX), spec.q_size), adapters)
+        return self.o.stacked(o_THd.reshape(len(qkv_TX), spec.q_size), adapters, dtype=self.stream_dtype)
 
 
 class Decoder(nn.Module):
@@ -284,7 +292,7 @@ class Decoder(nn.Module):
             else:
                 x_TD, stream_TD = layer(x_TD, stream_TD, *call, selective)
         z = None if seen is None else seen.of_norm(self.spec.num_layers, "final_norm")
-        return add_rms_norm(x_TD, stream_TD, self.final_norm, self.spec.rms_eps, z)[0]
+        return add_rms_norm(x_TD, stream_TD, self.final_norm, self.spec.rms_eps, z, dtype=self.dtype)[0]
 
     def norm_inputs(self, tokens_T: Tensor, context: AttentionContext) -> Iterator[tuple[int, str, Tensor]]:
         """(layer, norm, x [T, D]): what each layer norm reads in a pass with adapters and without noise, in order."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
@@ -58,12 +59,12 @@ class GroupedLinear(nn.Module):
         assert not trained or (weight.format == "bf16" and lora is None), name
         self.trained_OI = nn.Parameter(weight.tensors["weight"]) if trained else None
 
-    def stacked(self, x_TI: Tensor, adapters: bool = True) -> Tensor:
-        """Outputs of all members side by side, [T, O] in the type of ``x_TI``."""
+    def stacked(self, x_TI: Tensor, adapters: bool = True, *, dtype: torch.dtype | None = None) -> Tensor:
+        """Outputs of all members side by side, [T, O] in ``dtype``, which is the type of ``x_TI`` when not given."""
         if self.trained_OI is not None:
-            return linear(x_TI, self.trained_OI, self.bias_O)
+            return linear(x_TI, self.trained_OI, self.bias_O).to(dtype or x_TI.dtype)
         parts = self.lora.adapter_parts(x_TI.dtype) if adapters and self.lora is not None else ()
-        return fp4_linear(x_TI, self.weight, self.bias_O, parts, self.dense_OI)
+        return fp4_linear(x_TI, self.weight, self.bias_O, parts, self.dense_OI, dtype=dtype)
 
     def forward(self, x_TI: Tensor, adapters: bool = True) -> tuple[Tensor, ...]:
         """Output of each member, [T, rows] a member, in the type of ``x_TI``."""

@@ -37,12 +37,23 @@ def test_the_sum_and_the_norm_equal_the_two_steps(dtype, both_used):
         if fused:
             h, stream = add_rms_norm(x, residual, weight, 1e-6)
         else:
-            stream = residual + x
-            h = rms_norm(stream, weight, 1e-6)
+            stream = residual.float() + x.float()
+            h = rms_norm(stream, weight, 1e-6, dtype=dtype)
+        assert (h.dtype, stream.dtype, x.dtype) == (dtype, torch.float32, dtype)
         loss = (h * upstream_h).sum() + ((stream * upstream_s).sum() if both_used else 0)
         loss.backward()
         results.append((h, stream, x.grad, residual.grad, weight.grad))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_a_stream_is_not_rounded_and_each_term_gets_its_gradient_in_its_own_type():
+    x, residual = random(TOKENS, WIDTH).requires_grad_(), random(TOKENS, WIDTH, seed=1).bfloat16().requires_grad_()
+    h, stream = add_rms_norm(x, residual, random(WIDTH, seed=2), 1e-6, dtype=torch.bfloat16)
+    assert torch.equal(stream, residual.float() + x)
+    assert h.dtype == torch.bfloat16
+    (h.float() * random(TOKENS, WIDTH, seed=3)).sum().backward()
+    assert (x.grad.dtype, residual.grad.dtype) == (torch.float32, torch.bfloat16)
+    assert torch.equal(residual.grad, x.grad.bfloat16())
 
 
 def test_without_a_residual_the_stream_is_the_input_itself():

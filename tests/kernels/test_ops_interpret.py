@@ -52,13 +52,13 @@ def test_the_norm_in_every_form_of_noise(tokens, width):
     weight = random(width, seed=4)
     for name, noise in noises(tokens, width):
         z = noise_values(noise)
-        h, stream, inverse = norm_triton.add_forward(x, residual, weight, 1e-6, noise)
+        h, stream, inverse = norm_triton.add_forward(x, residual, weight, 1e-6, noise, x.dtype)
         assert torch.equal(stream, residual + x)
-        expected = norm_reference.add_forward(x, residual, weight, 1e-6, z)
+        expected = norm_reference.add_forward(x, residual, weight, 1e-6, z, x.dtype)
         found = (h, inverse, *norm_triton.backward(grad, stream, weight, inverse, noise, grad_stream))
         backward = norm_reference.backward(grad, stream, weight, expected[2], z, grad_stream)
         torch.testing.assert_close(found, (expected[0], expected[2], *backward), rtol=1e-5, atol=5e-6, msg=name)
-        alone = norm_triton.forward(stream, weight, 1e-6, noise)
+        alone = norm_triton.forward(stream, weight, 1e-6, noise, x.dtype)
         assert torch.equal(alone[0], h), name
         without = norm_triton.backward(grad, stream, weight, inverse, noise, needs_weight=False)
         assert without[1] is None
@@ -66,17 +66,27 @@ def test_the_norm_in_every_form_of_noise(tokens, width):
         torch.testing.assert_close(without[0], plain, rtol=1e-5, atol=5e-6, msg=name)
 
 
+def test_the_stream_is_float32_beside_terms_of_any_type():
+    x, residual, weight = random(5, 200), random(5, 200, seed=1).bfloat16(), random(200, seed=2)
+    for terms in ((x, residual), (residual, residual), (x.bfloat16(), x)):
+        h, stream, inverse = norm_triton.add_forward(*terms, weight, 1e-6, None, torch.bfloat16)
+        assert torch.equal(stream, terms[1].float() + terms[0].float())
+        expected, r = norm_triton.forward(stream, weight, 1e-6, None, torch.float32)
+        assert torch.equal(h, expected.bfloat16())
+        assert torch.equal(inverse, r)
+
+
 def test_no_noise_has_the_bits_of_zero_noise():
     x, weight = random(2, 70), random(70, seed=1)
-    plain = norm_triton.forward(x, weight, 1e-6, None)[0]
+    plain = norm_triton.forward(x, weight, 1e-6, None, x.dtype)[0]
     silent = (torch.zeros(70), torch.zeros(2, 70), keyed(2, 70, spread=torch.zeros(1)))
-    assert all(torch.equal(norm_triton.forward(x, weight, 1e-6, noise)[0], plain) for noise in silent)
+    assert all(torch.equal(norm_triton.forward(x, weight, 1e-6, noise, x.dtype)[0], plain) for noise in silent)
 
 
 def test_a_norm_of_heads_has_three_dimensions():
     x, weight = random(2, 3, 24), random(24, seed=1)
-    found, inverse = norm_triton.forward(x, weight, 1e-6, None)
-    torch.testing.assert_close((found, inverse), norm_reference.forward(x, weight, 1e-6, None))
+    found, inverse = norm_triton.forward(x, weight, 1e-6, None, x.dtype)
+    torch.testing.assert_close((found, inverse), norm_reference.forward(x, weight, 1e-6, None, x.dtype))
     gradients = (f.backward(x, x, weight, inverse, None) for f in (norm_triton, norm_reference))
     torch.testing.assert_close(*gradients)
 

@@ -102,8 +102,8 @@ def calls() -> None:
         KeyedNoise(**keyed, spread=weight, rows_T=rows, noisy_T=noisy),
     )
     for noise in forms:
-        _, _, inverse = rms_norm.add_forward(x, x, weight, 1e-6, noise)
-        rms_norm.backward(x, x, weight, inverse, noise, x, needs_weight=noise is not None)
+        _, stream, inverse = rms_norm.add_forward(x.float(), x.float(), weight, 1e-6, noise, x.dtype)
+        rms_norm.backward(x, stream, weight, inverse, noise, stream, needs_weight=noise is not None)
     for inputs in (256, 40):
         quantize.quantize(torch.ones(8, inputs).bfloat16(), "nvfp4", "rtn", "ct", None, "weight")
     philox.normal_rows((1, 2), width, rows, 3, 4)

@@ -26,6 +26,7 @@ def fp4_linear(
     adapters: Sequence[AdapterPart] = (),
     dense_OI: Tensor | None = None,
     *,
+    dtype: torch.dtype | None = None,
     kernel: str = "auto",
 ) -> Tensor:
     """Apply a packed weight of any format, and its adapters, to activations.
@@ -37,16 +38,19 @@ def fp4_linear(
         adapters: parts in x's dtype; see `AdapterPart` for sharing one A.
         dense_OI: dequantized copy owned by the caller, used instead of unpacking. In float32 it changes nothing but
             the last bits; in bfloat16 the copy has rounded each weight once, which the packed product does not.
+        dtype: of y; that of x when not given. In float32, y is what the product added up, not rounded again (on the CPU, products of
+            unquantized weights have rounded it already).
         kernel: implementation by name.
 
     Returns:
-        y [T, O] in x's dtype. Gradients flow to x, bias, every A and B; the backward pass unpacks the weight again.
+        y [T, O]. Gradients flow to x, bias, every A and B; the backward pass unpacks the weight again.
 
     Raises:
         KernelUnavailableError: `kernel` cannot run here.
     """
     placements, a_RI, b_OR = flatten(adapters)
     implementation = dispatch.load("fp4_linear", x_TI.device, kernel)
+    dtype = dtype or x_TI.dtype
     if not torch.is_grad_enabled():
-        return implementation.forward(x_TI, weight, bias_O, placements, a_RI, b_OR, dense_OI)[0]
-    return Fp4Linear.apply(x_TI, bias_O, weight, dense_OI, placements, implementation, *a_RI, *b_OR)
+        return implementation.forward(x_TI, weight, bias_O, placements, a_RI, b_OR, dense_OI, dtype)[0]
+    return Fp4Linear.apply(x_TI, bias_O, weight, dense_OI, placements, dtype, implementation, *a_RI, *b_OR)

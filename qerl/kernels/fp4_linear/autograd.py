@@ -19,7 +19,7 @@ from qerl.kernels.fp4_linear.adapter import Placement
 
 
 class Fp4Linear(torch.autograd.Function):
-    """Gradients to x, bias, every A and every B; the base weight is frozen."""
+    """Gradients to x, bias, every A and every B; the base weight is frozen. All are made of the output's gradient in x's type."""
 
     @staticmethod
     def forward(
@@ -29,42 +29,44 @@ class Fp4Linear(torch.autograd.Function):
         weight: PackedWeight,
         dense_OI: Tensor | None,
         placements: Sequence[Placement],
+        dtype: torch.dtype,
         kernel: ModuleType,
         *adapters: Tensor,
     ) -> Tensor:
         split = len(adapters) - len(placements)
         a_RI, b_OR = adapters[:split], adapters[split:]
-        y_TO, shrunk = kernel.forward(x_TI, weight, bias_O, placements, a_RI, b_OR, dense_OI)
-        needs = ctx.needs_input_grad[6:]
+        y_TO, shrunk = kernel.forward(x_TI, weight, bias_O, placements, a_RI, b_OR, dense_OI, dtype)
+        needs = ctx.needs_input_grad[7:]
         kept_x = x_TI if any(needs[:split]) or (shrunk is None and any(needs[split:])) else None
         kept_shrunk = shrunk if shrunk is not None and any(needs[split:]) else ()
         ctx.save_for_backward(kept_x, *adapters, *kept_shrunk)
         ctx.weight, ctx.dense_OI, ctx.placements, ctx.kernel, ctx.split = weight, dense_OI, placements, kernel, split
         ctx.bias_dtype = None if bias_O is None else bias_O.dtype
+        ctx.dtype = x_TI.dtype
         return y_TO
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        grad_TO = grads[0]
+        grad_TO = grads[0].to(ctx.dtype)
         x_TI, *rest = ctx.saved_tensors
         count = ctx.split + len(ctx.placements)
         a_RI, b_OR, shrunk = rest[: ctx.split], rest[ctx.split : count], rest[count:]
         needs = ctx.needs_input_grad
-        if not shrunk and any(needs[6 + ctx.split :]):
+        if not shrunk and any(needs[7 + ctx.split :]):
             shrunk = [x_TI @ a.T for a in a_RI]
 
         grad_b: list[Tensor | None] = []
         grad_h = [grad_TO.new_zeros(grad_TO.shape[0], a.shape[0]) for a in a_RI]
         for index, (place, b) in enumerate(zip(ctx.placements, b_OR, strict=True)):
             grad_h[place.a_index][:, place.ranks].addmm_(grad_TO[:, place.rows], b, alpha=place.scale)
-            wanted = needs[6 + ctx.split + index]
+            wanted = needs[7 + ctx.split + index]
             h_TR = shrunk[place.a_index][:, place.ranks] * place.scale if wanted else None
             grad_b.append(None if h_TR is None else grad_TO[:, place.rows].T @ h_TR)
-        grad_a = [h.T @ x_TI if needs[6 + index] else None for index, h in enumerate(grad_h)]
+        grad_a = [h.T @ x_TI if needs[7 + index] else None for index, h in enumerate(grad_h)]
 
         grad_x = None
         if needs[0]:
             grad_x = ctx.kernel.input_gradient(grad_TO, ctx.weight, ctx.dense_OI, grad_h, a_RI)
         grad_bias = grad_TO.sum(0).to(ctx.bias_dtype) if needs[1] else None
-        return grad_x, grad_bias, None, None, None, None, *grad_a, *grad_b
+        return grad_x, grad_bias, None, None, None, None, None, *grad_a, *grad_b

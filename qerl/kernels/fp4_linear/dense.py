@@ -27,6 +27,7 @@ from qerl.formats.tiles import ROWS
 from qerl.kernels.cuda import Launch
 from qerl.kernels.fp4_linear.adapter import Placement
 from qerl.kernels.fp4_linear.record import side_of
+from qerl.kernels.fp4_linear.reference import add_product
 from qerl.kernels.fp4_linear.shrink import shrink
 from qerl.kernels.fp4_linear.tiled import TILED
 from qerl.kernels.fp4_linear.workspace import SCALE_BASE, compiled, workspace
@@ -65,12 +66,14 @@ def forward(
     placements: Sequence[Placement],
     a_RI: Sequence[Tensor],
     b_OR: Sequence[Tensor],
+    *,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """(y [T, O] bfloat16, the shrunk activations x A^T [T, R] of every distinct A)."""
+    """(y [T, O] in `dtype` (bfloat16 or float32), the shrunk activations x A^T [T, R] of every distinct A)."""
     tokens = x_TI.shape[0]
     shrunk = tuple(shrink(x_TI, a) for a in a_RI)
-    y_TO = torch.empty(tokens, weight.shape[0], dtype=torch.bfloat16, device=x_TI.device)
-    if adapters_as_columns(tokens, weight, a_RI, bias_O is not None):
+    y_TO = torch.empty(tokens, weight.shape[0], dtype=dtype, device=x_TI.device)
+    if adapters_as_columns(tokens, weight, a_RI, bias_O is not None, dtype.itemsize):
         _wide(y_TO, x_TI, weight, bias_O, placements, shrunk, b_OR)
         return y_TO, shrunk
     values_OI, alphas = values(weight)
@@ -78,17 +81,20 @@ def forward(
         if placements:
             _start(y_TO, bias_O, placements, shrunk, b_OR)
             for rows, alpha in alphas:
-                y_TO[:, rows].addmm_(x_TI, values_OI[rows].T, alpha=alpha)
+                add_product(y_TO[:, rows], x_TI, values_OI[rows].T, alpha=alpha)
         else:
             _multiply(y_TO, x_TI, values_OI, alphas, bias_O)
     return y_TO, shrunk
 
 
-def adapters_as_columns(tokens: int, weight: PackedWeight, a_RI: Sequence[Tensor], bias: bool) -> bool:
+def adapters_as_columns(
+    tokens: int, weight: PackedWeight, a_RI: Sequence[Tensor], bias: bool, itemsize: int = 2
+) -> bool:
     """Whether copying x and multiplying by more columns is cheaper than reading and writing the output once more (twice with a bias)."""
     (d_out, d_in), ranks = weight.shape, sum(a.shape[0] for a in a_RI)
     aligned = d_in % 8 == 0 and ranks % 8 == 0
-    return weight.order == "tiles" and aligned and _worth_more_terms(tokens, d_in, d_out, ranks, 8 if bias else 4)
+    saved = (4 if bias else 2) * itemsize
+    return weight.order == "tiles" and aligned and _worth_more_terms(tokens, d_in, d_out, ranks, saved)
 
 
 def _worth_more_terms(tokens: int, terms: int, outputs: int, ranks: int, saved: int) -> bool:
@@ -103,13 +109,13 @@ def _multiply(
     """y = x V^T / G + bias. cuBLAS adds the bias itself if all rows have one G (and in float32 if sizes are aligned); it is in the output
     before that otherwise."""
     aligned = values_OI.shape[0] % 8 == 0 and values_OI.shape[1] % 8 == 0
-    if bias_O is not None and len(alphas) == 1 and aligned:
+    if bias_O is not None and len(alphas) == 1 and aligned and y_TO.dtype == x_TI.dtype:
         torch.addmm(bias_O.to(y_TO.dtype), x_TI, values_OI.T, alpha=alphas[0][1], out=y_TO)
         return
     if bias_O is not None:
         y_TO.copy_(bias_O.expand_as(y_TO))
     for rows, alpha in alphas:
-        y_TO[:, rows].addmm_(x_TI, values_OI[rows].T, beta=float(bias_O is not None), alpha=alpha)
+        add_product(y_TO[:, rows], x_TI, values_OI[rows].T, beta=float(bias_O is not None), alpha=alpha)
 
 
 def _runs(tokens: int) -> Iterator[slice]:
@@ -270,14 +276,17 @@ def _start(
     shrunk: Sequence[Tensor],
     b_OR: Sequence[Tensor],
 ) -> None:
-    """Writes bias + scale * B h to the output, rounded."""
+    """Writes bias + scale * B h to the output, rounded to its type."""
     covered = sum(place.rows.stop - place.rows.start for place in placements)
     if covered < y_TO.shape[1]:
         y_TO.copy_(bias_O.expand_as(y_TO)) if bias_O is not None else y_TO.zero_()
     for place, b in zip(placements, b_OR, strict=True):
         part_TO, h_TR = y_TO[:, place.rows], shrunk[place.a_index][:, place.ranks]
         if bias_O is None:
-            part_TO.addmm_(h_TR, b.T, beta=0.0, alpha=place.scale)
+            add_product(part_TO, h_TR, b.T, beta=0.0, alpha=place.scale)
+        elif y_TO.dtype != h_TR.dtype:
+            part_TO.copy_(bias_O[place.rows].expand_as(part_TO))
+            add_product(part_TO, h_TR, b.T, alpha=place.scale)
         else:
             bias = bias_O[place.rows].to(y_TO.dtype)
             torch.addmm(bias, h_TR, b.T, alpha=place.scale, out=part_TO)

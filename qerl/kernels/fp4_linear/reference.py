@@ -26,14 +26,25 @@ def forward(
     a_RI: Sequence[Tensor],
     b_OR: Sequence[Tensor],
     dense_OI: Tensor | None,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """(y [T, O] in x's dtype, the shrunk activations x A^T [T, R] of every distinct A)."""
-    y_TO = _base(x_TI, weight, bias_O, dense_OI)
+    """(y [T, O] in `dtype`, which is that of x when not given, the shrunk activations x A^T [T, R] of every distinct A)."""
+    dtype = dtype or x_TI.dtype
+    y_TO = _base(x_TI, weight, bias_O, dense_OI, dtype)
     shrunk = tuple(x_TI @ a.T for a in a_RI)
     for place, b in zip(placements, b_OR, strict=True):
-        h_TR = shrunk[place.a_index][:, place.ranks]
-        y_TO[:, place.rows].addmm_(h_TR.to(y_TO.dtype), b.T.to(y_TO.dtype), alpha=place.scale)
-    return y_TO.to(x_TI.dtype), shrunk
+        add_product(y_TO[:, place.rows], shrunk[place.a_index][:, place.ranks], b.T, alpha=place.scale)
+    return y_TO.to(dtype), shrunk
+
+
+def add_product(y_TO: Tensor, a_TK: Tensor, b_KO: Tensor, *, beta: float = 1.0, alpha: float = 1.0) -> None:
+    """y = beta y + alpha a b, in place. Where y is wider than a and b, the products are added to it without a rounding between."""
+    if y_TO.dtype == a_TK.dtype:
+        y_TO.addmm_(a_TK, b_KO, beta=beta, alpha=alpha)
+    elif y_TO.is_cuda and y_TO.dtype == torch.float32:
+        torch.addmm(y_TO, a_TK, b_KO, out_dtype=torch.float32, beta=beta, alpha=alpha, out=y_TO)
+    else:
+        y_TO.addmm_(a_TK.to(y_TO.dtype), b_KO.to(y_TO.dtype), beta=beta, alpha=alpha)
 
 
 def input_gradient(
@@ -60,16 +71,31 @@ def _base_gradient(grad_TO: Tensor, weight: PackedWeight, dense_OI: Tensor | Non
     return (wide_TO @ values_OI).to(grad_TO.dtype)
 
 
-def _base(x_TI: Tensor, weight: PackedWeight, bias_O: Tensor | None, dense_OI: Tensor | None) -> Tensor:
-    """x W_hat^T + bias [T, O], in the accumulator's dtype when the storage has a divisor."""
-    if dense_OI is not None:
+def _base(
+    x_TI: Tensor, weight: PackedWeight, bias_O: Tensor | None, dense_OI: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """x W_hat^T + bias [T, O], in `dtype`, or in the accumulator's when the storage has a divisor."""
+    if dense_OI is not None and not _sums_in(dtype, x_TI):
         # The bias goes into the product, as in any framework's dense layer: float32 results then round alike.
-        return linear(x_TI, dense_OI.to(x_TI.dtype), None if bias_O is None else bias_O.to(x_TI.dtype))
-    values_OI, divisor_O = get_format(weight.format).factored(weight, _accumulator(x_TI, weight))
-    y_TO = x_TI.to(values_OI.dtype) @ values_OI.T
+        return linear(x_TI, dense_OI.to(x_TI.dtype), None if bias_O is None else bias_O.to(x_TI.dtype)).to(dtype)
+    divisor_O = None
+    if dense_OI is not None:
+        values_OI = dense_OI.to(x_TI.dtype)
+    else:
+        values_OI, divisor_O = get_format(weight.format).factored(weight, _accumulator(x_TI, weight))
+    if values_OI.dtype == x_TI.dtype and _sums_in(dtype, x_TI):
+        y_TO = torch.mm(x_TI, values_OI.T, out_dtype=dtype)
+    else:
+        y_TO = x_TI.to(values_OI.dtype) @ values_OI.T
     if divisor_O is not None:
         y_TO.div_(divisor_O)
+    y_TO = y_TO if divisor_O is not None else y_TO.to(dtype)
     return y_TO if bias_O is None else y_TO.add_(bias_O)
+
+
+def _sums_in(dtype: torch.dtype, x_TI: Tensor) -> bool:
+    """Whether a product of x can give its sums in another type than x's, which torch's can on CUDA."""
+    return x_TI.is_cuda and dtype == torch.float32 and x_TI.dtype in (torch.bfloat16, torch.float16)
 
 
 def _accumulator(x: Tensor, weight: PackedWeight) -> torch.dtype:

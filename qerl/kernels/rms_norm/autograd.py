@@ -25,9 +25,10 @@ class RmsNorm(torch.autograd.Function):
         eps: float,
         z: Tensor | None,
         record: NormNoise | None,
+        dtype: torch.dtype,
         kernel: ModuleType,
     ) -> Tensor:
-        y_TD, inverse_T1 = kernel.forward(x_TD, weight_D, eps, z if record is None else record)
+        y_TD, inverse_T1 = kernel.forward(x_TD, weight_D, eps, z if record is None else record, dtype)
         ctx.save_for_backward(x_TD, weight_D, inverse_T1, z)
         ctx.record, ctx.kernel = record, kernel
         return y_TD
@@ -40,11 +41,11 @@ class RmsNorm(torch.autograd.Function):
         grad_x, grad_weight = ctx.kernel.backward(
             grads[0], x_TD, weight_D, inverse_T1, noise, needs_weight=ctx.needs_input_grad[1]
         )
-        return grad_x, grad_weight, None, None, None, None
+        return grad_x, grad_weight, None, None, None, None, None
 
 
 class AddRmsNorm(torch.autograd.Function):
-    """Gradients to x and the residual, which are the same numbers, and to w. Keeps the sum instead of its two terms."""
+    """Gradients to x and the residual, which are the same numbers but for their types, and to w. Keeps the sum instead of its two terms."""
 
     @staticmethod
     def forward(
@@ -55,12 +56,13 @@ class AddRmsNorm(torch.autograd.Function):
         eps: float,
         z: Tensor | None,
         record: NormNoise | None,
+        dtype: torch.dtype,
         kernel: ModuleType,
     ) -> tuple[Tensor, Tensor]:
         noise = z if record is None else record
-        h_TD, stream_TD, inverse_T1 = kernel.add_forward(x_TD, residual_TD, weight_D, eps, noise)
+        h_TD, stream_TD, inverse_T1 = kernel.add_forward(x_TD, residual_TD, weight_D, eps, noise, dtype)
         ctx.save_for_backward(stream_TD, weight_D, inverse_T1, z)
-        ctx.record, ctx.kernel = record, kernel
+        ctx.record, ctx.kernel, ctx.dtypes = record, kernel, (x_TD.dtype, residual_TD.dtype)
         ctx.set_materialize_grads(False)
         return h_TD, stream_TD
 
@@ -69,10 +71,19 @@ class AddRmsNorm(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         grad_h, grad_stream = grads
         if grad_h is None:
-            return grad_stream, grad_stream, None, None, None, None, None
+            return *_of_terms(ctx, grad_stream), None, None, None, None, None, None
         stream_TD, weight_D, inverse_T1, z = ctx.saved_tensors
         noise = z if ctx.record is None else ctx.record
         grad_x, grad_weight = ctx.kernel.backward(
             grad_h, stream_TD, weight_D, inverse_T1, noise, grad_stream, needs_weight=ctx.needs_input_grad[2]
         )
-        return grad_x, grad_x, grad_weight, None, None, None, None
+        return *_of_terms(ctx, grad_x), grad_weight, None, None, None, None, None
+
+
+def _of_terms(ctx: Any, grad_TD: Tensor | None) -> tuple[Tensor | None, ...]:
+    """The gradient of a sum for each of its two terms, in that term's type."""
+    needs = ctx.needs_input_grad[:2]
+    return tuple(
+        grad_TD.to(dtype) if needed and grad_TD is not None else None
+        for needed, dtype in zip(needs, ctx.dtypes, strict=True)
+    )

@@ -24,19 +24,22 @@ def scale(weight_D: Tensor, noise: Tensor | None, dtype: torch.dtype) -> Tensor:
     return weight_D if noise is None else weight_D + noise.to(dtype)
 
 
-def forward(x_TD: Tensor, weight_D: Tensor, eps: float, noise: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(h [T, D] in x's dtype, inverse root mean square [T, 1])."""
+def forward(
+    x_TD: Tensor, weight_D: Tensor, eps: float, noise: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """(h [T, D] in `dtype`, inverse root mean square [T, 1])."""
     x = x_TD.to(wide_type(x_TD))
     inverse = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
-    return (x * inverse * scale(weight_D, noise, x.dtype)).to(x_TD.dtype), inverse
+    return (x * inverse * scale(weight_D, noise, x.dtype)).to(dtype), inverse
 
 
 def add_forward(
-    x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float, noise: Tensor | None
+    x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float, noise: Tensor | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(h, stream, inverse root mean square of the stream)."""
-    stream_TD = residual_TD + x_TD
-    h_TD, inverse_T1 = forward(stream_TD, weight_D, eps, noise)
+    """(h in `dtype`, stream, inverse root mean square of the stream)."""
+    wide = wide_type(x_TD)
+    stream_TD = residual_TD.to(wide) + x_TD.to(wide)
+    h_TD, inverse_T1 = forward(stream_TD, weight_D, eps, noise, dtype)
     return h_TD, stream_TD, inverse_T1
 
 

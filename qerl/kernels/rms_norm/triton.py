@@ -39,21 +39,23 @@ def prepare(noise: NormNoise | None, x_TD: Tensor) -> tuple[Tensor | None, NormN
     return (noise, None) if noise is None or isinstance(noise, Tensor) else (None, noise)
 
 
-def forward(x_TD: Tensor, weight_D: Tensor, eps: float, noise: NormNoise | None) -> tuple[Tensor, Tensor]:
-    """(h, inverse root mean square [T, 1])."""
+def forward(
+    x_TD: Tensor, weight_D: Tensor, eps: float, noise: NormNoise | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """(h in `dtype`, inverse root mean square [T, 1])."""
     if x_TD.dtype == torch.float64:
-        return reference.forward(x_TD, weight_D, eps, noise_values(noise))
-    h, _, inverse_T1 = _launch_forward(x_TD, None, weight_D, eps, noise)
+        return reference.forward(x_TD, weight_D, eps, noise_values(noise), dtype)
+    h, _, inverse_T1 = _launch_forward(x_TD, None, weight_D, eps, noise, dtype)
     return h, inverse_T1
 
 
 def add_forward(
-    x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float, noise: NormNoise | None
+    x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float, noise: NormNoise | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(h, stream, inverse root mean square of the stream)."""
+    """(h in `dtype`, stream, inverse root mean square of the stream)."""
     if x_TD.dtype == torch.float64:
-        return reference.add_forward(x_TD, residual_TD, weight_D, eps, noise_values(noise))
-    h_TD, stream_TD, inverse_T1 = _launch_forward(x_TD, residual_TD, weight_D, eps, noise)
+        return reference.add_forward(x_TD, residual_TD, weight_D, eps, noise_values(noise), dtype)
+    h_TD, stream_TD, inverse_T1 = _launch_forward(x_TD, residual_TD, weight_D, eps, noise, dtype)
     assert stream_TD is not None
     return h_TD, stream_TD, inverse_T1
 
@@ -108,13 +110,19 @@ def backward(
 
 
 def _launch_forward(
-    x_TD: Tensor, residual_TD: Tensor | None, weight_D: Tensor, eps: float, noise: NormNoise | None
+    x_TD: Tensor,
+    residual_TD: Tensor | None,
+    weight_D: Tensor,
+    eps: float,
+    noise: NormNoise | None,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     width = x_TD.shape[-1]
     x = x_TD.reshape(-1, width).contiguous()
     residual = None if residual_TD is None else residual_TD.reshape(-1, width).contiguous()
     rows_a_tile, block, warps = _tile(width)
-    h, stream = torch.empty_like(x), None if residual is None else torch.empty_like(x)
+    h = torch.empty_like(x, dtype=dtype)
+    stream = None if residual is None else torch.empty_like(x, dtype=torch.float32)
     inverse = torch.empty(*x_TD.shape[:-1], 1, dtype=torch.float32, device=x.device)
     given = _NoiseArguments(noise, len(x))
     tiles = ceil_div(len(x), rows_a_tile)
@@ -285,7 +293,7 @@ def _forward(
         inside = tokens < count
         mask = inside[:, None] & (columns < D)[None, :]
         places = tokens[:, None] * D + columns[None, :]
-        value = tl.load(x + places, mask=mask, other=0.0)
+        wide = tl.load(x + places, mask=mask, other=0.0).to(tl.float32)
         # Read, or drawn, before the sum of squares is waited for.
         if not SHARED:
             scale = _scale(
@@ -293,13 +301,11 @@ def _forward(
                 inside, SOURCE, SPREADS, SHARED, D, ROWS, BLOCK,
             )  # fmt: skip
         if ADD:
-            total = tl.load(residual + places, mask=mask, other=0.0).to(tl.float32) + value.to(tl.float32)
-            value = total.to(value.dtype)
-            tl.store(stream + places, value, mask=mask)
-        wide = value.to(tl.float32)
+            wide += tl.load(residual + places, mask=mask, other=0.0).to(tl.float32)
+            tl.store(stream + places, wide, mask=mask)
         mean = tl.sum(wide * wide, axis=1) / D
         r = 1.0 / tl.sqrt_rn(mean + eps)
-        tl.store(h + places, (wide * r[:, None] * scale).to(value.dtype), mask=mask)
+        tl.store(h + places, (wide * r[:, None] * scale).to(h.dtype.element_ty), mask=mask)
         tl.store(inverse + tokens, r, mask=inside)
 
 

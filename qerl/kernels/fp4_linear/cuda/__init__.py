@@ -24,16 +24,19 @@ def forward(
     a_RI: Sequence[Tensor],
     b_OR: Sequence[Tensor],
     dense_OI: Tensor | None,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, tuple[Tensor, ...] | None]:
-    """(y [T, O] in x's dtype, the shrunk activations x A^T of every distinct A, or None where no memory ever held them)."""
+    """(y [T, O] in `dtype`, which is that of x when not given, the shrunk activations x A^T of every distinct A, or None where no memory
+    ever held them)."""
+    dtype = dtype or x_TI.dtype
     if not fast(x_TI, weight, dense_OI):
-        return reference.forward(x_TI, weight, bias_O, placements, a_RI, b_OR, dense_OI)
+        return reference.forward(x_TI, weight, bias_O, placements, a_RI, b_OR, dense_OI, dtype)
     regime = regime_of(x_TI, weight, placements, a_RI, b_OR)
     if regime == regimes.DECODE:
-        return decode.product(x_TI, weight, bias_O, placements, a_RI, b_OR), None
+        return decode.product(x_TI, weight, bias_O, placements, a_RI, b_OR, dtype=dtype), None
     if regime == regimes.MIDDLE:
-        return middle.product(x_TI, weight, bias_O, placements, a_RI, b_OR)
-    return dense.forward(x_TI, weight, bias_O, placements, a_RI, b_OR)
+        return middle.product(x_TI, weight, bias_O, placements, a_RI, b_OR, dtype=dtype)
+    return dense.forward(x_TI, weight, bias_O, placements, a_RI, b_OR, dtype=dtype)
 
 
 def regime_of(
