@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from qerl.kernels.attention import KeySpans, Repeats, packed_attention, repeat_prefixes
-from qerl.kernels.rope import HeadNorms, rope
+from qerl.kernels.rope import HeadBias, HeadNorms, rope
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,10 +48,13 @@ class Rotary:
     kv_heads: int
     """K."""
     norms: HeadNorms | None = None
+    bias: HeadBias | None = None
+    """What the projections lack."""
 
     def split(self, qkv_TX: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(q [T, H, d], k [T, K, d], v [T, K, d]), rotated. Differentiable."""
-        return rope(qkv_TX, None, self.cos_Td, self.sin_Td, self.heads, self.kv_heads, norms=self.norms)
+        shape = self.heads, self.kv_heads
+        return rope(qkv_TX, None, self.cos_Td, self.sin_Td, *shape, norms=self.norms, bias=self.bias)
 
 
 class AttentionContext(Protocol):

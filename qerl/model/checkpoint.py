@@ -223,7 +223,14 @@ class _Loader:
             lora=self.adapters(shape, names),
             dense_OI=self.dense_copy(weight),
             trained=self.full,
+            # In float32 a bias is added in the product, as everybody does: results then round alike.
+            bias_apart=shape.attribute == "qkv" and shape.bias and self.biases_apart,
         )
+
+    @property
+    def biases_apart(self) -> bool:
+        """Whether biases of q, k and v are added where heads are made."""
+        return self.dtype == torch.bfloat16 and not self.full and not self.spec.qk_norm
 
     def packed_weight(self, shape: GroupShape, names: tuple[str, ...], format_name: str) -> PackedWeight:
         """The stacked rows of a group: packed as the folder has them, or quantized here."""

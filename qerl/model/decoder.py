@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from qerl.formats import PackedWeight
 from qerl.kernels.activation import silu_mul
 from qerl.kernels.rms_norm import NormNoise, add_rms_norm, rms_norm
-from qerl.kernels.rope import HeadNorms
+from qerl.kernels.rope import HeadBias, HeadNorms, rotate
 from qerl.kernels.token_logprobs import Head, head_logits
 from qerl.model.aqn import NoisePass, NoiseSource
 from qerl.model.attention import AttentionContext, Rotary
@@ -31,6 +31,9 @@ from qerl.model.linear import GroupedLinear
 from qerl.model.recompute import Checkpointing, kept_here, kept_on_host, made_again
 from qerl.model.rope import RopeSpec
 from qerl.model.spec import ModelSpec
+
+SHIFT_POSITIONS = 1024
+"""Positions over which the part of k's bias that keys have in common is taken. Any number gives the same attention."""
 
 LAYER_NORMS = ("attn_norm", "mlp_norm")
 """The two norms of a layer that may be trained, as attribute names and as noise sites."""
@@ -74,6 +77,7 @@ class DecoderLayer(nn.Module):
         self.q_norm = None if q_norm is None else nn.Parameter(q_norm, requires_grad=train_head_norms)
         self.k_norm = None if k_norm is None else nn.Parameter(k_norm, requires_grad=train_head_norms)
         self.reference_norms: dict[str, Tensor] = {}
+        self.head_bias: HeadBias | None = None
 
     def forward(
         self,
@@ -178,6 +182,7 @@ class DecoderLayer(nn.Module):
             heads=spec.num_heads,
             kv_heads=spec.num_kv_heads,
             norms=self.head_norms(noise),
+            bias=self.head_bias,
         )
         o_THd = context.attend(self.index, qkv_TX, rotary)
         return self.o.stacked(o_THd.reshape(len(qkv_TX), spec.q_size), adapters, dtype=self.stream_dtype)
@@ -229,6 +234,9 @@ class Decoder(nn.Module):
         cos_Pd, sin_Pd = rotation_table(spec.rope, spec.head_dim, spec.max_positions, device=embed_tokens.device)
         self.register_buffer("rope_cos", cos_Pd, persistent=False)
         self.register_buffer("rope_sin", sin_Pd, persistent=False)
+        for layer in layers:
+            if layer.qkv.bias_apart:
+                layer.head_bias = head_bias(layer.qkv.bias_O, spec, (cos_Pd, sin_Pd))
         if keep_reference_norms:
             for layer in layers:
                 layer.reference_norms = {site: getattr(layer, site).detach().clone() for site in LAYER_NORMS}
@@ -347,6 +355,15 @@ def rotation_table(rope: RopeSpec, head_dim: int, positions: int, device: torch.
     )
     cos_Ph, sin_Ph = angle_Ph.cos(), angle_Ph.sin()
     return torch.cat((cos_Ph, cos_Ph), dim=-1), torch.cat((-sin_Ph, sin_Ph), dim=-1)
+
+
+def head_bias(bias_X: Tensor | None, spec: ModelSpec, rotation: tuple[Tensor, Tensor]) -> HeadBias:
+    """The bias of q, k and v as it is added to heads; keys lose what it gives them on average over the first positions."""
+    assert bias_X is not None
+    k_1Kd = bias_X[spec.q_size : spec.q_size + spec.kv_size].float().view(1, spec.num_kv_heads, spec.head_dim)
+    turns = (table_Pd[:SHIFT_POSITIONS].unsqueeze(1) for table_Pd in rotation)
+    shift_Kd = rotate(k_1Kd, (next(turns), next(turns))).mean(0)
+    return HeadBias(bias_X=bias_X, shift_Kd=shift_Kd.contiguous())
 
 
 def inverse_frequencies(rope: RopeSpec, head_dim: int, device: torch.device | str = "cpu") -> Tensor:

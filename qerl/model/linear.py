@@ -19,7 +19,7 @@ from qerl.model.lora import LoraGroup
 
 
 class GroupedLinear(nn.Module):
-    """y = W_hat x + bias, plus (alpha / r) B A x on the targeted members.
+    """y = W_hat x + bias (unless it is added later), plus (alpha / r) B A x on the targeted members.
 
     Args:
         name: name for messages and reports, e.g. ``layers.0.self_attn.qkv_proj``.
@@ -30,6 +30,7 @@ class GroupedLinear(nn.Module):
         lora: adapters of the targeted members.
         dense_OI: dequantized copy of ``weight`` in compute type that the product reads instead, where memory allows.
         trained: the weight (which must be unquantized) and the bias are parameters that learn.
+        bias_apart: whoever reads the outputs adds the bias, in float32; they come without it.
 
     Attributes:
         trained_OI: the weight as a parameter, on the storage of ``weight``; None when it is frozen.
@@ -46,6 +47,7 @@ class GroupedLinear(nn.Module):
         lora: LoraGroup | None = None,
         dense_OI: Tensor | None = None,
         trained: bool = False,
+        bias_apart: bool = False,
     ):
         super().__init__()
         assert sum(sizes) == weight.shape[0], (name, sizes, weight.shape)
@@ -57,14 +59,21 @@ class GroupedLinear(nn.Module):
         self.lora = lora
         self.dense_OI = dense_OI
         assert not trained or (weight.format == "bf16" and lora is None), name
+        self.bias_apart = bias_apart
+        assert not (trained and bias_apart), name
         self.trained_OI = nn.Parameter(weight.tensors["weight"]) if trained else None
+
+    @property
+    def added_O(self) -> Tensor | None:
+        """The bias as far as outputs have it."""
+        return None if self.bias_apart else self.bias_O
 
     def stacked(self, x_TI: Tensor, adapters: bool = True, *, dtype: torch.dtype | None = None) -> Tensor:
         """Outputs of all members side by side, [T, O] in ``dtype``, which is the type of ``x_TI`` when not given."""
         if self.trained_OI is not None:
             return linear(x_TI, self.trained_OI, self.bias_O).to(dtype or x_TI.dtype)
         parts = self.lora.adapter_parts(x_TI.dtype) if adapters and self.lora is not None else ()
-        return fp4_linear(x_TI, self.weight, self.bias_O, parts, self.dense_OI, dtype=dtype)
+        return fp4_linear(x_TI, self.weight, self.added_O, parts, self.dense_OI, dtype=dtype)
 
     def forward(self, x_TI: Tensor, adapters: bool = True) -> tuple[Tensor, ...]:
         """Output of each member, [T, rows] a member, in the type of ``x_TI``."""
@@ -77,7 +86,7 @@ class GroupedLinear(nn.Module):
         since not every format can be cut by rows.
         """
         start, stop = self.rows_of(part)
-        bias_O = None if self.bias_O is None else self.bias_O[start:stop]
+        bias_O = None if self.added_O is None else self.added_O[start:stop]
         if self.trained_OI is not None:
             return linear(x_TI, self.trained_OI[start:stop], bias_O)
         if self.dense_OI is None:

@@ -187,4 +187,5 @@ class DecodeContext:
             self._rows,
             size**-0.5,
             norms=rotary.norms,
+            bias=rotary.bias,
         )

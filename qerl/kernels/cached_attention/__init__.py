@@ -12,7 +12,7 @@ from qerl.kernels import dispatch
 from qerl.kernels.cached_attention.plan import members_for
 from qerl.kernels.cached_attention.rows import CacheRows, SharedPages
 from qerl.kernels.cached_attention.storage import FP8
-from qerl.kernels.rope import HeadNorms
+from qerl.kernels.rope import HeadBias, HeadNorms
 
 __all__ = ["FP8", "CacheRows", "SharedPages", "cached_attention", "members_for"]
 
@@ -28,6 +28,7 @@ def cached_attention(
     scale: float,
     *,
     norms: HeadNorms | None = None,
+    bias: HeadBias | None = None,
     kernel: str = "auto",
 ) -> Tensor:
     """Split the projections into heads and rotate them as `qerl.kernels.rope.rope` does, append k and v to the cache, and attend with q to
@@ -41,6 +42,7 @@ def cached_attention(
         rows: lengths before this step, and pages.
         scale: factor of the scores.
         norms: scales of the norm over each head of q and k, and their noise.
+        bias: of the projections, where these come without it. Not with norms.
         kernel: implementation by name. On CUDA nothing is asked of the host, so a call can be captured; what a graph runs just before it must
             not write lengths, pages, or keys and values of earlier tokens.
 
@@ -53,5 +55,5 @@ def cached_attention(
     assert k_cache_PLKd.is_contiguous() and v_cache_PLKd.is_contiguous()
     implementation = dispatch.load("cached_attention", qkv_BX.device, kernel)
     return implementation.cached_attention(
-        qkv_BX, rotation, heads, kv_heads, k_cache_PLKd, v_cache_PLKd, rows, scale, norms
+        qkv_BX, rotation, heads, kv_heads, k_cache_PLKd, v_cache_PLKd, rows, scale, norms, bias=bias
     )

@@ -40,6 +40,8 @@ def attend(
     q_z_stride,
     k_z_ptr,
     k_z_stride,
+    bias_ptr,
+    shift_ptr,
     k_ptr,
     v_ptr,
     lengths_ptr,
@@ -146,17 +148,25 @@ def attend(
         there_1d = (lane_d < SIZE)[None, :]
         v_from = qkv_ptr + row * qkv_stride + (KV_HEADS * GROUP + KV_HEADS + kv_head) * SIZE
         v_1d = tl.load(v_from + lane_d[None, :], mask=there_1d, other=0.0)
+        if bias_ptr is not None:
+            v_bias = bias_ptr + (KV_HEADS * GROUP + KV_HEADS + kv_head) * SIZE + lane_d[None, :]
+            v_1d = (v_1d.to(tl.float32) + tl.load(v_bias, mask=there_1d, other=0.0).to(tl.float32)).to(v_1d.dtype)
         q_Sd = turned(
-            low_Sd, high_Sd, cos_1d, sin_1d, q_weight_ptr, eps, q_z_ptr, q_z_stride, row_1, lane_d, NORMS, SIZE
-        )
+            low_Sd, high_Sd, cos_1d, sin_1d, q_weight_ptr, eps, q_z_ptr, q_z_stride, row_1, lane_d, bias_ptr, None,
+            kv_head * GROUP + member_S, member_S < GROUP, NORMS, SIZE,
+        )  # fmt: skip
         top_S, sum_S, out_Sd = walk(
             q_Sd, k_ptr, v_ptr, line_ptr, row, kv_head, start, stop, length, scale, page_stride, token_stride,
             SIDE, SIZE, PADDED, TILE, PAGED, PAGE, EXACT,
         )  # fmt: skip
         if part == 0:
+            shift = None
+            if bias_ptr is not None:
+                shift = shift_ptr + kv_head * SIZE
             turned_1d = turned(
-                k_low_1d, k_high_1d, cos_1d, sin_1d, k_weight_ptr, eps, k_z_ptr, k_z_stride, row_1, lane_d, NORMS, SIZE
-            )
+                k_low_1d, k_high_1d, cos_1d, sin_1d, k_weight_ptr, eps, k_z_ptr, k_z_stride, row_1, lane_d, bias_ptr, shift,
+                of_k_1, one_1 == 0, NORMS, SIZE,
+            )  # fmt: skip
             # What later steps will read is what this one sees.
             new_k_1d = stored(turned_1d, k_ptr.dtype.element_ty, K_FP8)
             new_v_1d = stored(v_1d, v_ptr.dtype.element_ty, V_FP8)
@@ -225,6 +235,7 @@ def attend_together(
     eps,
     q_z_ptr,
     q_z_stride,
+    bias_ptr,
     k_ptr,
     v_ptr,
     table_ptr,
@@ -283,8 +294,9 @@ def attend_together(
         cos_Sd, sin_Sd = load_turns(cos_ptr, sin_ptr, row_S, lane_d, SIZE)
         low_Sd, high_Sd = load_heads(qkv_ptr, qkv_stride, row_S, head_S, kept_S, lane_d, SIZE)
         q_Sd = turned(
-            low_Sd, high_Sd, cos_Sd, sin_Sd, q_weight_ptr, eps, q_z_ptr, q_z_stride, row_S, lane_d, NORMS, SIZE
-        )
+            low_Sd, high_Sd, cos_Sd, sin_Sd, q_weight_ptr, eps, q_z_ptr, q_z_stride, row_S, lane_d, bias_ptr, None,
+            head_S, kept_S, NORMS, SIZE,
+        )  # fmt: skip
         top_S, sum_S, out_Sd = walk(
             q_Sd, k_ptr, v_ptr, table_ptr + lead * table_stride, lead, kv_head, start, stop, tiles * TILE, scale,
             page_stride, token_stride, SIDE, SIZE, PADDED, TILE, True, PAGE, EXACT,

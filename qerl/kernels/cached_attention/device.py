@@ -94,15 +94,28 @@ def turned(
     z_stride,
     row_N,
     lane_d,
+    bias_ptr,
+    shift_ptr,
+    head_N,
+    there_N,
     NORMS: tl.constexpr,
     SIZE: tl.constexpr,
 ):
-    """[N, d]: heads, normalized and rotated, in the type of the projections."""
+    """[N, d]: heads, normalized or given their bias, and rotated, in the type of the projections; less one vector for all."""
     dtype: tl.constexpr = low_Nd.dtype
+    swapped_d = tl.where(lane_d < SIZE // 2, lane_d + SIZE // 2, lane_d - SIZE // 2)
     if NORMS:
-        swapped_d = tl.where(lane_d < SIZE // 2, lane_d + SIZE // 2, lane_d - SIZE // 2)
         low_Nd, high_Nd = scaled(low_Nd, high_Nd, weight_ptr, z_ptr, z_stride, row_N, lane_d, swapped_d, eps, SIZE)
-    return (low_Nd.to(tl.float32) * cos_Nd + high_Nd.to(tl.float32) * sin_Nd).to(dtype)
+    wide_low_Nd, wide_high_Nd = low_Nd.to(tl.float32), high_Nd.to(tl.float32)
+    if bias_ptr is not None:
+        there_Nd = there_N[:, None] & (lane_d < SIZE)[None, :]
+        from_N1 = bias_ptr + head_N[:, None] * SIZE
+        wide_low_Nd += tl.load(from_N1 + lane_d[None, :], mask=there_Nd, other=0.0).to(tl.float32)
+        wide_high_Nd += tl.load(from_N1 + swapped_d[None, :], mask=there_Nd, other=0.0).to(tl.float32)
+    result_Nd = wide_low_Nd * cos_Nd + wide_high_Nd * sin_Nd
+    if shift_ptr is not None:
+        result_Nd -= tl.load(shift_ptr + lane_d, mask=lane_d < SIZE, other=0.0)[None, :]
+    return result_Nd.to(dtype)
 
 
 @triton.jit

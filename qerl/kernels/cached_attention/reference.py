@@ -10,7 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from qerl.kernels.cached_attention.rows import CacheRows
 from qerl.kernels.cached_attention.storage import raw, write
-from qerl.kernels.rope import HeadNorms
+from qerl.kernels.rope import HeadBias, HeadNorms
 from qerl.kernels.rope import reference as rope
 
 
@@ -24,9 +24,11 @@ def cached_attention(
     rows: CacheRows,
     scale: float,
     norms: HeadNorms | None = None,
+    *,
+    bias: HeadBias | None = None,
 ) -> Tensor:
     """See `qerl.kernels.cached_attention.cached_attention`."""
-    q_BHd, k_BKd, v_BKd = rope.rope(qkv_BX, None, *rotation, heads, kv_heads, norms)
+    q_BHd, k_BKd, v_BKd = rope.rope(qkv_BX, None, *rotation, heads, kv_heads, norms, bias)
     for cache_PLKd, values_BKd in ((k_cache_PLKd, k_BKd), (v_cache_PLKd, v_BKd)):
         write(cache_PLKd, rows.place_B, values_BKd)
     return attend(q_BHd, k_cache_PLKd, v_cache_PLKd, rows, scale)

@@ -37,7 +37,7 @@ from qerl.kernels.cached_attention.rows import CacheRows
 from qerl.kernels.cached_attention.storage import FP8
 from qerl.kernels.overlap import overlap
 from qerl.kernels.rms_norm import NormNoise, noise_values
-from qerl.kernels.rope import HeadNorms
+from qerl.kernels.rope import HeadBias, HeadNorms
 
 TILE = 64
 """Positions per step of a program's loop."""
@@ -59,6 +59,8 @@ def cached_attention(
     scale: float,
     norms: HeadNorms | None = None,
     plan: Plan | None = None,
+    *,
+    bias: HeadBias | None = None,
 ) -> Tensor:
     """See `qerl.kernels.cached_attention.cached_attention`; ``plan`` overrides how contexts are cut."""
     cos_Bd, sin_Bd = (table.contiguous() for table in rotation)
@@ -82,6 +84,7 @@ def cached_attention(
     if plan.most > 1:
         arrived_C = _arrivals(device, triton.next_power_of_2(batch * kv_heads) * (1 + JOINED))
     q_weight_d, k_weight_d, eps, q_z, k_z = _head_norms(norms)
+    bias_X = None if bias is None else bias.bias_X
     exact = qkv_BX.dtype == torch.float32
     common: dict[str, Any] = {
         "NORMS": norms is not None,
@@ -113,6 +116,7 @@ def cached_attention(
             q_weight_d,
             eps,
             *q_z,
+            bias_X,
             k_cache_PLKd,
             v_cache_PLKd,
             table_BN,
@@ -143,6 +147,8 @@ def cached_attention(
         eps,
         *q_z,
         *k_z,
+        bias_X,
+        None if bias is None else bias.shift_Kd,
         k_cache_PLKd,
         v_cache_PLKd,
         rows.lengths_B,

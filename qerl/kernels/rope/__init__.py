@@ -1,4 +1,4 @@
-"""Rotary position embedding of q and k, with the norm over each head where a model has one.
+"""Rotary position embedding of q and k, with the norm over each head or the bias where a model has one.
 
 Legend: T tokens, H query heads, K key/value heads, d head size, X = (H + 2 K) d, P rows of the rotation tables.
 """
@@ -8,10 +8,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from qerl.kernels import dispatch
-from qerl.kernels.rope.norms import HeadNorms
+from qerl.kernels.rope.norms import HeadBias, HeadNorms
 from qerl.kernels.rope.reference import rotate
 
-__all__ = ["HeadNorms", "rope", "rotate"]
+__all__ = ["HeadBias", "HeadNorms", "rope", "rotate"]
 
 
 def rope(
@@ -23,6 +23,7 @@ def rope(
     kv_heads: int,
     *,
     norms: HeadNorms | None = None,
+    bias: HeadBias | None = None,
     kernel: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Split the fused projections into heads, normalize q and k if the model does, and rotate them. Differentiable.
@@ -33,14 +34,16 @@ def rope(
         cos_Pd, sin_Pd: float32 tables; the sines of the first half of d carry a minus sign.
         heads, kv_heads: H and K.
         norms: scales of the norm over each head, and their noise. Gradients go to qkv and to the scales that ask for one.
+        bias: added to the projections, where these come without it; constant. Not with norms.
         kernel: implementation by name.
 
     Returns:
         (q [T, H, d], k [T, K, d], v [T, K, d]), dtype of qkv. The norm's output is rounded to that type, the rotation is
-        computed in float32 and rounded once, without a fused multiply-add.
+        computed in float32, bias and shift included, and rounded once, without a fused multiply-add.
 
     Raises:
         KernelUnavailableError: `kernel` cannot run here.
     """
+    assert norms is None or bias is None
     implementation = dispatch.load("rope", qkv_TX.device, kernel)
-    return implementation.rope(qkv_TX, positions_T, cos_Pd, sin_Pd, heads, kv_heads, norms)
+    return implementation.rope(qkv_TX, positions_T, cos_Pd, sin_Pd, heads, kv_heads, norms, bias)

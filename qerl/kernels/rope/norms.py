@@ -1,4 +1,5 @@
-"""What the norm over each head of q and of k needs. Legend: d head size."""
+"""What is done to heads before they turn: a bias is added, or a norm over each head of q and of k is taken. Legend: d head size, K key/value
+heads, X = rows of q, k and v."""
 
 from __future__ import annotations
 
@@ -19,3 +20,16 @@ class HeadNorms:
     q_noise: NormNoise | None = None
     """z of d channels: float32 [d], or [T, d], or a record."""
     k_noise: NormNoise | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadBias:
+    """A bias of the projections that is added in float32 where heads are made, and a vector that every rotated key is made smaller by.
+
+    Attention's weights do not see what all keys have in common. A large bias of k, most of which turns slowly or not at all, would have k
+    rounded more coarsely than what tells the keys apart.
+    """
+
+    bias_X: Tensor
+    shift_Kd: Tensor
+    """float32 [K, d]."""

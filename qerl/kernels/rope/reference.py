@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from qerl.kernels.rms_norm import NormNoise, noise_values, rms_norm
-from qerl.kernels.rope.norms import HeadNorms
+from qerl.kernels.rope.norms import HeadBias, HeadNorms
 
 
 def rotate(x_TNd: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
@@ -28,8 +28,14 @@ def rope(
     heads: int,
     kv_heads: int,
     norms: HeadNorms | None,
+    bias: HeadBias | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `qerl.kernels.rope.rope`."""
+    if bias is not None:
+        wide = torch.promote_types(qkv_TX.dtype, torch.float32)
+        plain = rope(qkv_TX.to(wide) + bias.bias_X.to(wide), positions_T, cos_Pd, sin_Pd, heads, kv_heads, None)
+        q_THd, k_TKd, v_TKd = plain
+        return q_THd.to(qkv_TX.dtype), (k_TKd - bias.shift_Kd).to(qkv_TX.dtype), v_TKd.to(qkv_TX.dtype)
     tokens, size = qkv_TX.shape[0], cos_Pd.shape[-1]
     qk_TX, v_TX = qkv_TX.split(((heads + kv_heads) * size, kv_heads * size), dim=-1)
     qk_TNd = qk_TX.reshape(tokens, heads + kv_heads, size)

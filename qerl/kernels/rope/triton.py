@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from qerl.kernels.rms_norm import NormNoise, noise_values
 from qerl.kernels.rope import reference
-from qerl.kernels.rope.norms import HeadNorms
+from qerl.kernels.rope.norms import HeadBias, HeadNorms
 from qerl.kernels.rope.reference import head_norm
 from qerl.kernels.sizes import ceil_div, power_of_2
 
@@ -32,10 +32,11 @@ def rope(
     heads: int,
     kv_heads: int,
     norms: HeadNorms | None,
+    bias: HeadBias | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `qerl.kernels.rope.rope`."""
     if qkv_TX.dtype == torch.float64:
-        return reference.rope(qkv_TX, positions_T, cos_Pd, sin_Pd, heads, kv_heads, norms)
+        return reference.rope(qkv_TX, positions_T, cos_Pd, sin_Pd, heads, kv_heads, norms, bias)
     if (
         norms is not None
         and torch.is_grad_enabled()
@@ -43,8 +44,8 @@ def rope(
     ):
         qkv_TX, norms = _normed(qkv_TX, heads, kv_heads, norms), None
     if not torch.is_grad_enabled():
-        return _heads(qkv_TX, positions_T, cos_Pd, sin_Pd, heads, kv_heads, norms)
-    return _Rope.apply(qkv_TX, positions_T, cos_Pd, sin_Pd, heads, kv_heads, norms)
+        return _heads(qkv_TX, positions_T, cos_Pd, sin_Pd, heads, kv_heads, norms, bias)
+    return _Rope.apply(qkv_TX, positions_T, cos_Pd, sin_Pd, heads, kv_heads, norms, bias)
 
 
 def _normed(qkv_TX: Tensor, heads: int, kv_heads: int, norms: HeadNorms) -> Tensor:
@@ -65,12 +66,13 @@ def _heads(
     heads: int,
     kv_heads: int,
     norms: HeadNorms | None,
+    bias: HeadBias | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     tokens, size = qkv_TX.shape[0], cos_Pd.shape[-1]
     q_THd = qkv_TX.new_empty(tokens, heads, size)
     k_TKd, v_TKd = qkv_TX.new_empty(tokens, kv_heads, size), qkv_TX.new_empty(tokens, kv_heads, size)
     outputs = (q_THd, k_TKd, v_TKd)
-    _launch(_forward, qkv_TX, positions_T, cos_Pd, sin_Pd, heads, kv_heads, norms, outputs, None)
+    _launch(_forward, qkv_TX, positions_T, cos_Pd, sin_Pd, heads, kv_heads, norms, outputs, None, bias)
     return outputs
 
 
@@ -87,8 +89,9 @@ class _Rope(torch.autograd.Function):
         heads: int,
         kv_heads: int,
         norms: HeadNorms | None,
+        bias: HeadBias | None,
     ) -> tuple[Tensor, ...]:
-        outputs = _heads(qkv_TX, positions_T, cos_Pd, sin_Pd, heads, kv_heads, norms)
+        outputs = _heads(qkv_TX, positions_T, cos_Pd, sin_Pd, heads, kv_heads, norms, bias)
         ctx.save_for_backward(None if norms is None else qkv_TX, positions_T, cos_Pd, sin_Pd)
         ctx.norms = norms
         return outputs
@@ -98,7 +101,8 @@ class _Rope(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         qkv_TX, positions_T, cos_Pd, sin_Pd = ctx.saved_tensors
         pieces = tuple(grad.contiguous() for grad in grads)
-        return gradient(pieces, qkv_TX, positions_T, cos_Pd, sin_Pd, ctx.norms), None, None, None, None, None, None
+        grad_TX = gradient(pieces, qkv_TX, positions_T, cos_Pd, sin_Pd, ctx.norms)
+        return grad_TX, None, None, None, None, None, None, None
 
 
 def gradient(
@@ -128,6 +132,7 @@ def _launch(
     norms: HeadNorms | None,
     pieces: tuple[Tensor, ...],
     grad_TX: Tensor | None,
+    bias: HeadBias | None = None,
 ) -> None:
     size = cos_Pd.shape[-1]
     assert qkv_TX.stride(-1) == 1 and qkv_TX.shape[-1] == (heads + 2 * kv_heads) * size
@@ -142,7 +147,7 @@ def _launch(
         kernel[(len(qkv_TX), ceil_div(heads + 2 * kv_heads, _HEADS_A_TILE))](
             *arguments,
             *pieces,
-            *(() if grad_TX is None else (grad_TX,)),
+            *((None, None) if bias is None else (bias.bias_X, bias.shift_Kd)) if grad_TX is None else (grad_TX,),
             NORMS=norms is not None,
             H=heads,
             K=kv_heads,
@@ -199,6 +204,8 @@ def _forward(
     q,
     k,
     v,
+    bias,
+    shift,
     NORMS: tl.constexpr,
     H: tl.constexpr,
     K: tl.constexpr,
@@ -214,6 +221,11 @@ def _forward(
     source = qkv + token * qkv_stride + head[:, None] * (2 * HALF) + columns[None, :]
     low, high = tl.load(source, mask=mask, other=0.0), tl.load(source + HALF, mask=mask, other=0.0)
     x_low, x_high = low.to(tl.float32), high.to(tl.float32)
+    at = head[:, None] * (2 * HALF) + columns[None, :]
+    if bias is not None:
+        x_low += tl.load(bias + at, mask=mask, other=0.0).to(tl.float32)
+        x_high += tl.load(bias + at + HALF, mask=mask, other=0.0).to(tl.float32)
+        low, high = x_low.to(low.dtype), x_high.to(low.dtype)
     if NORMS:
         mean = (tl.sum(x_low * x_low, axis=1) + tl.sum(x_high * x_high, axis=1)) / (2 * HALF)
         r = (1.0 / tl.sqrt_rn(mean + eps))[:, None]
@@ -228,8 +240,12 @@ def _forward(
         row = tl.load(positions + token)
     c = tl.load(cos + row * (2 * HALF) + columns, mask=inside, other=0.0)[None, :]
     s = tl.load(sin + row * (2 * HALF) + HALF + columns, mask=inside, other=0.0)[None, :]
-    y_low, y_high = (x_low * c - x_high * s).to(low.dtype), (x_high * c + x_low * s).to(low.dtype)
-    at = head[:, None] * (2 * HALF) + columns[None, :]
+    y_low, y_high = x_low * c - x_high * s, x_high * c + x_low * s
+    if shift is not None:
+        is_k = mask & ((head >= H) & (head < H + K))[:, None]
+        y_low -= tl.load(shift + at - H * 2 * HALF, mask=is_k, other=0.0)
+        y_high -= tl.load(shift + at - H * 2 * HALF + HALF, mask=is_k, other=0.0)
+    y_low, y_high = y_low.to(low.dtype), y_high.to(low.dtype)
     to_q = mask & (head < H)[:, None]
     q_at = q + token * (H * 2 * HALF) + at
     tl.store(q_at, y_low, mask=to_q)

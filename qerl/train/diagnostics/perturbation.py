@@ -126,7 +126,7 @@ def _moved(
 def _product(linear: GroupedLinear, x_TD: Tensor, dtype: torch.dtype) -> Tensor:
     """Linear part of a group: base and adapters, no bias; float32 [T, O]."""
     y_TO = linear.stacked(x_TD.to(dtype)).float()
-    return y_TO if linear.bias_O is None else y_TO - linear.bias_O.float()
+    return y_TO if linear.added_O is None else y_TO - linear.added_O.float()
 
 
 def _spread(count: int) -> list[int]:
