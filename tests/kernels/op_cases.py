@@ -6,7 +6,7 @@ import torch
 
 from qerl.kernels import philox
 from qerl.kernels.rms_norm import KeyedNoise, NormNoise, TableNoise
-from qerl.kernels.rope import HeadNorms
+from qerl.kernels.rope import HeadBias, HeadNorms
 
 STREAM = (11, "noise")
 
@@ -55,4 +55,13 @@ def head_norms(tokens: int, size: int, device: str = "cpu") -> HeadNorms:
         eps=1e-6,
         q_noise=0.1 * random(size, seed=9, device=device),
         k_noise=0.1 * random(tokens, size, seed=10, device=device),
+    )
+
+
+def head_bias(
+    heads: int, kv_heads: int, size: int, device: str = "cpu", dtype: torch.dtype = torch.float32
+) -> HeadBias:
+    return HeadBias(
+        bias_X=2 * random((heads + 2 * kv_heads) * size, seed=11, device=device, dtype=dtype),
+        shift_Kd=random(kv_heads, size, seed=12, device=device),
     )

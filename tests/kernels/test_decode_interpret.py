@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 import triton_cpu  # noqa: F401 - prepares the interpreter, before any kernel module
-from op_cases import head_norms, rotation
+from op_cases import head_bias, head_norms, rotation
 
 from qerl.kernels import philox
 from qerl.kernels.cached_attention import FP8, CacheRows, SharedPages
@@ -44,26 +44,28 @@ def short_parts(monkeypatch):
 
 
 @pytest.mark.usefixtures("short_parts")
-@pytest.mark.parametrize("with_norms", [False, True])
+@pytest.mark.parametrize("form", ["plain", "norms", "bias"])
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(6, 2, 16), (7, 1, 24), (40, 2, 8)])
-def test_attention_over_pages_however_contexts_are_cut(plan, heads, kv_heads, size, with_norms):
+def test_attention_over_pages_however_contexts_are_cut(plan, heads, kv_heads, size, form):
     table = torch.tensor([[3, 1, 2], [4, 5, 0], [6, 0, 0], [7, 8, 9], [0, 0, 0]], dtype=torch.int32)
     lengths = torch.tensor([130, 65, 3, 191, 0])
-    qkv, norms = normal(5, (heads + 2 * kv_heads) * size), head_norms(5, size) if with_norms else None
+    qkv, norms = normal(5, (heads + 2 * kv_heads) * size), head_norms(5, size) if form == "norms" else None
     turns = tuple(table[lengths] for table in rotation(200, size))
+    bias = head_bias(heads, kv_heads, size) if form == "bias" else None
+    larger = 1 if bias is None else 3  # by the bias
     k, v = normal(10, 64, kv_heads, size, seed=1), normal(10, 64, kv_heads, size, seed=2)
     # What lies beyond a row's length is not even read: a NaN there must not matter.
     k[2, 2:], v[2, 2:], k[5, 1:] = math.nan, math.nan, math.nan
     rows = CacheRows(lengths, 64, table_BN=table)
     found = (k.clone(), v.clone())
-    out = attention.cached_attention(qkv, turns, heads, kv_heads, *found, rows, 0.25, norms, PLANS[plan])
+    out = attention.cached_attention(qkv, turns, heads, kv_heads, *found, rows, 0.25, norms, PLANS[plan], bias=bias)
     expected = (k.nan_to_num(), v.nan_to_num())
-    whole = attention_reference.cached_attention(qkv, turns, heads, kv_heads, *expected, rows, 0.25, norms)
-    torch.testing.assert_close(out, whole, rtol=0, atol=ATTENTION_TOLERANCE)
+    whole = attention_reference.cached_attention(qkv, turns, heads, kv_heads, *expected, rows, 0.25, norms, bias=bias)
+    torch.testing.assert_close(out, whole, rtol=0, atol=larger * ATTENTION_TOLERANCE)
     for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one.nan_to_num(), other, rtol=0, atol=1e-6)
-    again = attention.cached_attention(qkv, turns, heads, kv_heads, *found, rows, 0.25, norms, PLANS[plan])
+        torch.testing.assert_close(one.nan_to_num(), other, rtol=0, atol=larger * 1e-6)
+    again = attention.cached_attention(qkv, turns, heads, kv_heads, *found, rows, 0.25, norms, PLANS[plan], bias=bias)
     assert torch.equal(again, out), "the count of parts that have ended is back at 0"
 
 
@@ -108,11 +110,11 @@ def groups(members, pages, columns):
 
 
 @pytest.mark.usefixtures("short_parts")
-@pytest.mark.parametrize("with_norms", [False, True])
+@pytest.mark.parametrize("form", ["plain", "norms", "bias"])
 @pytest.mark.parametrize("plan", ["whole", "tiles", "eights"])
 @pytest.mark.parametrize(("heads", "kv_heads", "columns"), [(6, 2, 16), (7, 1, 8), (40, 2, 2)])
 def test_pages_that_rows_share_may_be_read_once_for_all_of_them(
-    monkeypatch, heads, kv_heads, columns, plan, with_norms
+    monkeypatch, heads, kv_heads, columns, plan, form
 ):
     monkeypatch.setattr(attention, "_processors", lambda device: 5)
     assert members_for(heads, kv_heads) == columns
@@ -121,20 +123,22 @@ def test_pages_that_rows_share_may_be_read_once_for_all_of_them(
         [[3, 1, 2, 0], [4, 5, 0, 0], [6, 7, 0, 0], [3, 1, 8, 0], [9, 10, 11, 12], [9, 10, 11, 13], [4, 14, 0, 0]],
         dtype=torch.int32,
     )
-    qkv, norms = normal(7, (heads + 2 * kv_heads) * size), head_norms(7, size) if with_norms else None
+    qkv, norms = normal(7, (heads + 2 * kv_heads) * size), head_norms(7, size) if form == "norms" else None
+    bias = head_bias(heads, kv_heads, size) if form == "bias" else None
+    larger = 1 if bias is None else 3  # by the bias
     turns = tuple(table[lengths] for table in rotation(201, size))
     k, v = normal(15, 64, kv_heads, size, seed=1), normal(15, 64, kv_heads, size, seed=2)
     shared = groups([[0, 3], [5, 4], [6, 1]], [2, 1, 0, 2, 3, 3, 1], columns)
     caches = [(k.clone(), v.clone()) for _ in range(2)]
     rows, plain = CacheRows(lengths, 64, table_BN=table, shared=shared), CacheRows(lengths, 64, table_BN=table)
-    found = attention.cached_attention(qkv, turns, heads, kv_heads, *caches[0], rows, 0.25, norms, PLANS[plan])
-    expected = attention_reference.cached_attention(qkv, turns, heads, kv_heads, *caches[1], plain, 0.25, norms)
-    torch.testing.assert_close(found, expected, rtol=0, atol=ATTENTION_TOLERANCE)
-    torch.testing.assert_close(caches[0], caches[1], rtol=0, atol=1e-6)
+    found = attention.cached_attention(qkv, turns, heads, kv_heads, *caches[0], rows, 0.25, norms, PLANS[plan], bias=bias)
+    expected = attention_reference.cached_attention(qkv, turns, heads, kv_heads, *caches[1], plain, 0.25, norms, bias=bias)
+    torch.testing.assert_close(found, expected, rtol=0, atol=larger * ATTENTION_TOLERANCE)
+    torch.testing.assert_close(caches[0], caches[1], rtol=0, atol=larger * 1e-6)
     # Others in the group, or rows that have left it.
     alone = CacheRows(lengths, 64, table_BN=table, shared=groups([[3], [4], [1]], [0, 1, 0, 2, 3, 0, 0], columns))
-    again = attention.cached_attention(qkv, turns, heads, kv_heads, *caches[0], alone, 0.25, norms, PLANS[plan])
-    torch.testing.assert_close(again, expected, rtol=0, atol=ATTENTION_TOLERANCE)
+    again = attention.cached_attention(qkv, turns, heads, kv_heads, *caches[0], alone, 0.25, norms, PLANS[plan], bias=bias)
+    torch.testing.assert_close(again, expected, rtol=0, atol=larger * ATTENTION_TOLERANCE)
 
 
 @pytest.mark.parametrize("dtypes", [(torch.float32, FP8), (FP8, FP8)])

@@ -112,6 +112,32 @@ def test_every_number_of_rows_agrees_with_float64(segments, d_in, rank):
         assert torch.equal(y, again), f"{rows} rows: same input, same bits"
 
 
+@pytest.mark.parametrize(("segments", "d_in"), [((896,), 4864), ((3584,), 3584), ((1000, 24), 520)])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_float32_outputs_are_the_sums_themselves(segments, d_in, with_bias):
+    """In every regime, and from a plain weight; their gradients are those of outputs in bfloat16."""
+    weight, parts = weight_of(segments, d_in), adapters_of(segments, d_in, 32)
+    bias = cuda(sum(segments), seed=9) if with_bias else None
+    plain = get_format("bf16").quantize(dequantize(weight, torch.bfloat16))
+    for packed in (FORMAT.for_device(weight), plain):
+        dense_OI = packed.tensors["weight"] if packed is plain else None
+        natural = plain if packed is plain else weight
+        for rows in (8, 100, 1500):
+            x = cuda(rows, d_in, seed=rows)
+            h_flips = 2e-3 * error(exact(x, natural, bias, ()), exact(x, natural, bias, parts))
+            for given in ((), parts):
+                with torch.no_grad():
+                    y = fp4_linear(x, packed, bias, given, dense_OI, dtype=torch.float32)
+                assert y.dtype == torch.float32
+                assert error(y, exact(x, natural, bias, given)) < 1e-5 + (h_flips if given else 0)
+            results = []
+            for dtype in (torch.float32, torch.bfloat16):
+                leaf = x.clone().requires_grad_()
+                y = fp4_linear(leaf, packed, bias, parts, dense_OI, dtype=dtype)
+                results.append(torch.autograd.grad(y, leaf, cuda(*y.shape, seed=5).to(dtype))[0])
+            assert torch.equal(*results)
+
+
 @pytest.mark.parametrize("segments", [(9728,), (4864, 4864)])
 def test_adapters_as_columns_of_the_large_product_in_several_runs(segments, monkeypatch):
     monkeypatch.setattr(dense, "_WIDE_TOKENS", 512)

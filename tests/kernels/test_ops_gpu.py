@@ -3,7 +3,7 @@
 import pytest
 import torch
 from hard_tensors import CASES
-from op_cases import STREAM, head_norms, keyed, noises, random, rotation
+from op_cases import STREAM, head_bias, head_norms, keyed, noises, random, rotation
 
 from qerl.kernels import philox
 from qerl.kernels.activation import silu_mul
@@ -60,16 +60,17 @@ def test_words_are_bit_equal_and_normals_within_2e_6():
 
 
 @pytest.mark.parametrize(
-    ("tokens", "width", "dtype"),
+    ("tokens", "width", "terms", "dtype"),
     [
-        (1, 3584, torch.bfloat16),
-        (1000, 5120, torch.bfloat16),
-        (63, 200, torch.bfloat16),
-        (17, 896, torch.float32),
+        (1, 3584, torch.bfloat16, torch.bfloat16),
+        (1000, 5120, torch.float32, torch.bfloat16),
+        (63, 200, torch.float32, torch.bfloat16),
+        (17, 896, torch.float32, torch.float32),
     ],
 )
-def test_the_norm_in_every_form_of_noise(tokens, width, dtype):
-    x, residual, grad, grad_stream = (random(tokens, width, seed=s, device=DEVICE, dtype=dtype) for s in range(4))
+def test_the_norm_in_every_form_of_noise(tokens, width, terms, dtype):
+    x, residual, grad_stream = (random(tokens, width, seed=s, device=DEVICE, dtype=terms) for s in (0, 1, 3))
+    grad, grad_stream = random(tokens, width, seed=2, device=DEVICE, dtype=dtype), grad_stream.float()
     limit = 1e-6 if dtype == torch.float32 else 4e-3
     for name, noise in noises(tokens, width, DEVICE):
         leaves = [
@@ -77,8 +78,8 @@ def test_the_norm_in_every_form_of_noise(tokens, width, dtype):
             residual.clone().requires_grad_(),
             random(width, seed=4, device=DEVICE).requires_grad_(),
         ]
-        h, stream = add_rms_norm(*leaves, 1e-6, noise)
-        assert torch.equal(stream, residual + x), name
+        h, stream = add_rms_norm(*leaves, 1e-6, noise, dtype=dtype)
+        assert torch.equal(stream, residual.float() + x.float()), name
         found = torch.autograd.grad((h, stream), leaves, (grad, grad_stream))
         wide = [stream.detach().double().requires_grad_(), leaves[2].detach().double().requires_grad_()]
         z = noise_values(noise)
@@ -88,9 +89,9 @@ def test_the_norm_in_every_form_of_noise(tokens, width, dtype):
         assert torch.equal(found[0], found[1])
         assert error(found[0], expected[0] + grad_stream.double()) < limit, name
         assert error(found[2], expected[1]) < 2e-6, name
-        again = torch.autograd.grad(add_rms_norm(*leaves, 1e-6, noise), leaves, (grad, grad_stream))
+        again = torch.autograd.grad(add_rms_norm(*leaves, 1e-6, noise, dtype=dtype), leaves, (grad, grad_stream))
         assert all(torch.equal(*pair) for pair in zip(found, again, strict=True)), "the same input, the same bits"
-        assert torch.equal(rms_norm(stream.detach(), leaves[2], 1e-6, noise), h), name
+        assert torch.equal(rms_norm(stream.detach(), leaves[2], 1e-6, noise, dtype=dtype), h), name
 
 
 def test_no_noise_has_the_bits_of_zero_noise_and_a_row_those_it_has_alone():
@@ -158,19 +159,20 @@ def test_the_activation(tokens, width):
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(28, 4, 128), (14, 2, 64), (3, 1, 80)])
-@pytest.mark.parametrize("with_norms", [False, True])
-def test_the_rotation(heads, kv_heads, size, with_norms):
+@pytest.mark.parametrize("form", ["plain", "norms", "bias"])
+def test_the_rotation(heads, kv_heads, size, form):
     tokens = 61
     tables, positions = rotation(500, size, DEVICE), (torch.arange(tokens) * 8).to(DEVICE)
-    norms = head_norms(tokens, size, DEVICE) if with_norms else None
+    norms = head_norms(tokens, size, DEVICE) if form == "norms" else None
+    bias = head_bias(heads, kv_heads, size, DEVICE, torch.bfloat16) if form == "bias" else None
     results = []
     for kernel in ("auto", "reference"):
         qkv = random(tokens, (heads + 2 * kv_heads) * size, device=DEVICE, dtype=torch.bfloat16).requires_grad_()
-        outputs = rope(qkv, positions, *tables, heads, kv_heads, norms=norms, kernel=kernel)
+        outputs = rope(qkv, positions, *tables, heads, kv_heads, norms=norms, bias=bias, kernel=kernel)
         grads = [random(*output.shape, seed=i, device=DEVICE, dtype=torch.bfloat16) for i, output in enumerate(outputs)]
         results.append((*outputs, torch.autograd.grad(outputs, qkv, grads)[0]))
     for found, expected in zip(*results, strict=True):
-        assert error(found, expected) < (5e-3 if with_norms else 1e-9)
+        assert error(found, expected) < (5e-3 if form == "norms" else 1e-9)
     assert torch.equal(results[0][2], results[1][2])
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 import triton_cpu  # noqa: F401 - prepares the interpreter, before any kernel module
-from op_cases import STREAM, head_norms, keyed, noises, random, rotation
+from op_cases import STREAM, head_bias, head_norms, keyed, noises, random, rotation
 from triton_cpu import triton
 
 from qerl.formats import get_format
@@ -101,18 +101,19 @@ def test_the_activation(tokens, width):
 
 
 @pytest.mark.parametrize(("tokens", "heads", "kv_heads", "size"), [(3, 4, 2, 8), (2, 7, 1, 12), (1, 14, 2, 64)])
-@pytest.mark.parametrize("with_norms", [False, True])
-def test_the_rotation(tokens, heads, kv_heads, size, with_norms):
-    shape, norms = (heads, kv_heads), head_norms(tokens, size) if with_norms else None
+@pytest.mark.parametrize("form", ["plain", "norms", "bias"])
+def test_the_rotation(tokens, heads, kv_heads, size, form):
+    shape, norms = (heads, kv_heads), head_norms(tokens, size) if form == "norms" else None
+    bias = head_bias(heads, kv_heads, size) if form == "bias" else None
     tables, positions = rotation(20, size), torch.tensor([19, 0, 3])[:tokens]
     results = []
     for kernel in (rope_triton, rope_reference):
         qkv = random(tokens, (heads + 2 * kv_heads) * size).requires_grad_()
-        outputs = kernel.rope(qkv, positions, *tables, *shape, norms)
+        outputs = kernel.rope(qkv, positions, *tables, *shape, norms, bias)
         torch.autograd.backward(outputs, [random(*output.shape, seed=i) for i, output in enumerate(outputs)])
         results.append((*outputs, qkv.grad))
     torch.testing.assert_close(*results, rtol=1e-5, atol=3e-6)
-    if not with_norms:
+    if form == "plain":
         assert torch.equal(results[0][0], results[1][0]), "no fused multiply-add"
 
 

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from qerl.kernels import philox
+from qerl.kernels.attention import packed_attention
 from qerl.kernels.rms_norm import KeyedNoise, rms_norm
-from qerl.kernels.rope import HeadNorms, rope
+from qerl.kernels.rope import HeadBias, HeadNorms, rope
 
 TOKENS, HEADS, KV_HEADS, SIZE, POSITIONS = 5, 4, 2, 8, 16
 WIDTH = (HEADS + 2 * KV_HEADS) * SIZE
@@ -90,3 +91,32 @@ def test_the_gradient_is_that_of_the_formula():
     back = turned(q_k, torch.arange(3), back=True)
     expected = torch.cat((back, upstream[2].double()), 1).flatten(1)
     torch.testing.assert_close(x.grad.double(), expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_bias_is_added_before_the_turn_and_keys_lose_their_shift_after_it(dtype):
+    qkv, bias, shift = (
+        random(TOKENS, WIDTH).to(dtype),
+        50 * random(WIDTH, seed=1).to(dtype),
+        random(KV_HEADS, SIZE, seed=2),
+    )
+    cos, sin = tables()
+    where = torch.tensor([0, 3, 3, 15, 1])
+    found = rope(qkv, where, cos, sin, HEADS, KV_HEADS, bias=HeadBias(bias_X=bias, shift_Kd=shift))
+    whole = (qkv.double() + bias.double()).split((HEADS * SIZE, KV_HEADS * SIZE, KV_HEADS * SIZE), 1)
+    q, k, v = (part.unflatten(1, (-1, SIZE)) for part in whole)
+    for one, exact in zip(found, (turned(q, where), turned(k, where) - shift, v), strict=True):
+        assert one.dtype == dtype
+        # A sum of 50 in float32, then one rounding.
+        bound = 2e-5 if dtype == torch.float32 else 2**-8 * exact.abs() + 2e-5
+        assert ((one.double() - exact).abs() <= bound).all()
+
+
+def test_attention_does_not_see_what_is_taken_from_every_key():
+    qkv, bias, shift = random(TOKENS, WIDTH), random(WIDTH, seed=1), 30 * random(KV_HEADS, SIZE, seed=2)
+    (cos, sin), where = tables(), torch.arange(TOKENS)
+    outputs = []
+    for given in (shift, torch.zeros_like(shift)):
+        q, k, v = rope(qkv, where, cos, sin, HEADS, KV_HEADS, bias=HeadBias(bias_X=bias, shift_Kd=given))
+        outputs.append(packed_attention(q, k, v, torch.tensor([0, TOKENS]), 0.3))
+    torch.testing.assert_close(*outputs, rtol=0, atol=2e-5)
