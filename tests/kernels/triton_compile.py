@@ -23,7 +23,7 @@ from qerl.kernels.philox import triton as philox
 from qerl.kernels.quantize import triton as quantize
 from qerl.kernels.rms_norm import KeyedNoise, TableNoise
 from qerl.kernels.rms_norm import triton as rms_norm
-from qerl.kernels.rope import HeadNorms
+from qerl.kernels.rope import HeadBias, HeadNorms
 from qerl.kernels.rope import triton as rope
 from qerl.kernels.sampling import triton as sampling
 from qerl.kernels.token_logprobs import logits
@@ -115,6 +115,8 @@ def calls() -> None:
     leaf = qkv.clone().requires_grad_()
     outputs = rope.rope(leaf, rows, cos, cos, 4, 1, norms)
     torch.autograd.backward(outputs, [torch.zeros_like(output) for output in outputs])
+    with torch.no_grad():
+        rope.rope(qkv, rows, cos, cos, 4, 1, None, HeadBias(bias_X=qkv[0], shift_Kd=cos[:1]))
     for name in unpack.FORMATS:
         packed = get_format(name).quantize(torch.randn(4, 256))
         unpack.unpack(packed, torch.empty(4, 256).bfloat16())
@@ -132,11 +134,12 @@ def decode_calls(rows: torch.Tensor) -> None:
     paged, plain = CacheRows(rows, 64, table_BN=table), CacheRows(rows, 64)
     norms = HeadNorms(q_weight_d=cos[0], k_weight_d=cos[0], eps=1e-6, q_noise=cos)
     whole, cut = Plan(first=1, most=1, programs=20), Plan(first=64, most=64, programs=256)
-    for plan, given in ((whole, None), (cut, norms)):
-        cached_attention.cached_attention(qkv, (cos, cos), 28, 4, cache, cache, paged, 0.1, given, plan)
+    bias = HeadBias(bias_X=qkv[0], shift_Kd=cos)
+    for plan, given, added in ((whole, None, None), (whole, None, bias), (cut, norms, None), (cut, None, bias)):
+        cached_attention.cached_attention(qkv, (cos, cos), 28, 4, cache, cache, paged, 0.1, given, plan, bias=added)
         shared = SharedPages(pages_B=table[:, 0], members_CM=table[:2].repeat(1, 4), likely_groups=2)
         together = CacheRows(rows, 64, table_BN=table, shared=shared)
-        cached_attention.cached_attention(qkv, (cos, cos), 28, 4, cache, cache, together, 0.1, given, plan)
+        cached_attention.cached_attention(qkv, (cos, cos), 28, 4, cache, cache, together, 0.1, given, plan, bias=added)
     cached_attention.cached_attention(qkv, (cos, cos), 28, 4, cache.to(FP8), cache.to(FP8), paged, 0.1, norms, cut)
     cached_attention.cached_attention(
         qkv.float(), (cos, cos), 28, 4, cache.float(), cache.float(), plain, 0.1, None, whole
