@@ -27,6 +27,8 @@ class ModelConfig(Section):
     """Model folder, a NAME under $QERL_MODELS, or `demo` for the packaged tiny model."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Compute type of the decoder. Norms, logits, LoRA master weights and log-probs are float32 in either case."""
+    stream_dtype: Literal["compute", "float32"] = "compute"
+    """Type of the residual stream and of what is added to it. `float32` with `dtype: bfloat16`: neither is rounded, nor are the biases of q, k and v, and engine and trainer differ by less; layer inputs that training keeps are twice as large."""
     device: str = "auto"
     """`auto` (CUDA when there is one), `cpu`, `cuda` or `cuda:N`."""
 

@@ -57,8 +57,6 @@ KV_BYTES = {"compute": (0, 0), "fp8_values": (0, 1), "fp8": (1, 1)}
 """Bytes of a number of keys and of values by ``rollout.kv_format``; 0: of the compute type."""
 PREFILL_TOKENS = 8192
 """Most prompt tokens of one prefill pass (``rollout.engine``)."""
-STREAM_BYTES = 4
-"""Of a value of the residual stream, which is float32 beside any compute type (``model.decoder``)."""
 CAST_ELEMENTS = 1 << 25
 """Weights that quantizing at load works on at once, in float32 and some copies."""
 
@@ -294,7 +292,7 @@ def _sampling(config: Config, spec: ModelSpec, itemsize: int) -> int:
     given = config.rollout
     truncated = given.top_k > 0 or given.top_p < 1 or given.min_p > 0
     logits = (LOGITS_HELD + truncated) * 4 * config.decode_slots * spec.vocab_size
-    return max(logits, _forward_bytes(spec, itemsize) * tokens)
+    return max(logits, _forward_bytes(config, spec, itemsize) * tokens)
 
 
 def _scoring(config: Config, spec: ModelSpec, itemsize: int, device_type: str) -> int:
@@ -302,8 +300,8 @@ def _scoring(config: Config, spec: ModelSpec, itemsize: int, device_type: str) -
     if config.objective.denominator != "recomputed" and config.objective.kl_coef == 0:
         return 0
     tokens = micro_batch_tokens(config, device_type)
-    layer = _forward_bytes(spec, itemsize) * tokens
-    return _rotation(spec, tokens) + max(layer, _head_working(spec, tokens, itemsize))
+    layer = _forward_bytes(config, spec, itemsize) * tokens
+    return _rotation(spec, tokens) + max(layer, _head_working(config, spec, tokens, itemsize))
 
 
 def _rotation(spec: ModelSpec, tokens: int) -> int:
@@ -311,18 +309,23 @@ def _rotation(spec: ModelSpec, tokens: int) -> int:
     return 2 * 4 * spec.head_dim * tokens
 
 
-def _forward_bytes(spec: ModelSpec, itemsize: int) -> int:
+def _stream_bytes(config: Config) -> int:
+    """Bytes of a value of the residual stream."""
+    return 4 if config.model.stream_dtype == "float32" else ITEMSIZE[config.model.dtype]
+
+
+def _forward_bytes(config: Config, spec: ModelSpec, itemsize: int) -> int:
     """Bytes a token at the widest moment of a layer without gradients: gate, up and their product, and the stream with the last
     layer's output before and after the layer."""
-    return 3 * spec.intermediate_size * itemsize + 4 * spec.hidden_size * STREAM_BYTES
+    return 3 * spec.intermediate_size * itemsize + 4 * spec.hidden_size * _stream_bytes(config)
 
 
-def _head_working(spec: ModelSpec, tokens: int, itemsize: int) -> int:
+def _head_working(config: Config, spec: ModelSpec, tokens: int, itemsize: int) -> int:
     """A tile of logits, in float32 and as probabilities, with its sums, and as many hidden states as exist at once around it: the last norm's input, the answers'
     share of its output with the gradient of the log-probs, that gradient scaled in float32, and the result."""
     tile = min(tile_tokens(tokens, spec.hidden_size), tokens)
     sums = tile * (TILE_ROWS * (4 + itemsize) + 2 * 4 * spec.hidden_size)
-    return sums + tokens * spec.hidden_size * (3 * itemsize + STREAM_BYTES + 4)
+    return sums + tokens * spec.hidden_size * (3 * itemsize + _stream_bytes(config) + 4)
 
 
 def kept_values(config: Config, spec: ModelSpec, device_type: str) -> int:
@@ -348,7 +351,7 @@ def kept_values(config: Config, spec: ModelSpec, device_type: str) -> int:
 def _layer_bytes(config: Config, spec: ModelSpec, itemsize: int, device_type: str) -> int:
     """Bytes of one layer of a micro-batch kept whole: values, a float32 a norm and a head; keys and values of shared prompts for every
     answer; the CPU also keeps noise that differs by token."""
-    size = kept_values(config, spec, device_type) * itemsize + 2 * spec.hidden_size * (STREAM_BYTES - itemsize)
+    size = kept_values(config, spec, device_type) * itemsize + 2 * spec.hidden_size * (_stream_bytes(config) - itemsize)
     size += 4 * (2 + spec.num_heads)
     differs = config.aqn.scope != "rollout" or config.aqn.prompt == "clean"
     if differs and device_type == "cpu":
@@ -362,7 +365,7 @@ def _activations(config: Config, spec: ModelSpec, itemsize: int, device_type: st
     if config.train.checkpointing != "full":
         return spec.num_layers * _layer_bytes(config, spec, itemsize, device_type)
     streams = 1 if config.train.activation_offloading else spec.num_layers
-    return micro_batch_tokens(config, device_type) * streams * spec.hidden_size * STREAM_BYTES
+    return micro_batch_tokens(config, device_type) * streams * spec.hidden_size * _stream_bytes(config)
 
 
 def _backward_working(config: Config, spec: ModelSpec, itemsize: int, device_type: str) -> int:
@@ -370,11 +373,11 @@ def _backward_working(config: Config, spec: ModelSpec, itemsize: int, device_typ
     stream's), on top of that layer computed again under full checkpointing."""
     tokens = micro_batch_tokens(config, device_type)
     inner, hidden = spec.intermediate_size, spec.hidden_size
-    flow = (2 * inner * itemsize + hidden * STREAM_BYTES) * tokens
+    flow = (2 * inner * itemsize + hidden * _stream_bytes(config)) * tokens
     if config.train.mode == "full":
         flow += 4 * shapes.largest_group(spec)
     again = 0
     if config.train.checkpointing == "full":
         # The stream before the layer is kept already.
-        again = _layer_bytes(config, spec, itemsize, device_type) - tokens * hidden * STREAM_BYTES
-    return _rotation(spec, tokens) + max(_head_working(spec, tokens, itemsize), again + flow)
+        again = _layer_bytes(config, spec, itemsize, device_type) - tokens * hidden * _stream_bytes(config)
+    return _rotation(spec, tokens) + max(_head_working(config, spec, tokens, itemsize), again + flow)

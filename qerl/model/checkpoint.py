@@ -61,6 +61,7 @@ def load_model(
     seed: int = 0,
     keep_reference_norms: bool = False,
     full: bool = False,
+    float32_stream: bool = False,
 ) -> Decoder:
     """Load a checkpoint folder as a decoder with a frozen base and fresh adapters, or one whose every weight learns.
 
@@ -74,6 +75,8 @@ def load_model(
         seed: root of the adapter initialization.
         keep_reference_norms: keep a copy of the layer norms for the reference policy.
         full: every weight learns; needs unquantized weights and takes no adapters.
+        float32_stream: the residual stream and what is added to it are not rounded to a narrower compute type, and biases of q, k
+            and v are added in float32 too (but where they learn, or heads are normed).
 
     Raises:
         CheckpointError: the folder cannot be read or its model is not supported.
@@ -98,7 +101,14 @@ def load_model(
     source.check(_expected_tensors(spec, formats), _ignored_tensors(spec))
     for note in spec.notes:
         warnings.warn(f"{folder}: {note}", stacklevel=2)
-    loader = _Loader(spec, source, quant, lora, formats, dtype=dtype, device=device, seed=seed, full=full)
+    loader = _Loader(
+        *(spec, source, quant, lora, formats),
+        dtype=dtype,
+        device=device,
+        seed=seed,
+        full=full,
+        float32_stream=float32_stream,
+    )
     head = loader.head()
     return Decoder(
         spec,
@@ -163,6 +173,7 @@ class _Loader:
         device: torch.device,
         seed: int,
         full: bool,
+        float32_stream: bool = False,
     ):
         self.spec = spec
         self.source = source
@@ -173,6 +184,7 @@ class _Loader:
         self.device = device
         self.seed = seed
         self.full = full
+        self.float32_stream = float32_stream
         self.keep_dense = quant.dense_cache == "on" or (quant.dense_cache == "auto" and device.type == "cpu")
 
     def dense(self, name: str) -> Tensor:
@@ -202,6 +214,7 @@ class _Loader:
             index,
             self.spec,
             dtype=self.dtype,
+            stream_dtype=torch.promote_types(self.dtype, torch.float32) if self.float32_stream else self.dtype,
             attn_norm=self.norm(f"{prefix}.input_layernorm.weight"),
             mlp_norm=self.norm(f"{prefix}.post_attention_layernorm.weight"),
             train_norms=self.full or (self.lora is not None and self.lora.train_norms),
@@ -223,14 +236,13 @@ class _Loader:
             lora=self.adapters(shape, names),
             dense_OI=self.dense_copy(weight),
             trained=self.full,
-            # In float32 a bias is added in the product, as everybody does: results then round alike.
             bias_apart=shape.attribute == "qkv" and shape.bias and self.biases_apart,
         )
 
     @property
     def biases_apart(self) -> bool:
         """Whether biases of q, k and v are added where heads are made."""
-        return self.dtype == torch.bfloat16 and not self.full and not self.spec.qk_norm
+        return self.float32_stream and self.dtype == torch.bfloat16 and not self.full and not self.spec.qk_norm
 
     def packed_weight(self, shape: GroupShape, names: tuple[str, ...], format_name: str) -> PackedWeight:
         """The stacked rows of a group: packed as the folder has them, or quantized here."""

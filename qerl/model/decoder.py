@@ -42,8 +42,8 @@ LAYER_NORMS = ("attn_norm", "mlp_norm")
 class DecoderLayer(nn.Module):
     """Pre-norm transformer layer: attention, then the gated MLP. Norm scales are float32 [D] (q/k norms [d]).
 
-    Products are in ``dtype``, the compute type. The residual stream, and what attention and the MLP add to it, are in float32
-    (float64 where that is computed in): rounding the stream after every addition would be the largest rounding of all.
+    Products are in ``dtype``, the compute type. The residual stream, and what attention and the MLP add to it, are in ``stream_dtype``,
+    that or float32: rounding the stream after every addition is the largest rounding of all.
     """
 
     def __init__(
@@ -52,6 +52,7 @@ class DecoderLayer(nn.Module):
         spec: ModelSpec,
         *,
         dtype: torch.dtype,
+        stream_dtype: torch.dtype,
         attn_norm: Tensor,
         qkv: GroupedLinear,
         o: GroupedLinear,
@@ -67,7 +68,7 @@ class DecoderLayer(nn.Module):
         self.index = index
         self.spec = spec
         self.dtype = dtype
-        self.stream_dtype = torch.promote_types(dtype, torch.float32)
+        self.stream_dtype = stream_dtype
         self.attn_norm = nn.Parameter(attn_norm, requires_grad=train_norms)
         self.qkv = qkv
         self.o = o

@@ -67,6 +67,7 @@ def open_session(
         quant=config.quant,
         lora=config.lora if trainable and not full else None,
         dtype=getattr(torch, config.model.dtype),
+        float32_stream=config.model.stream_dtype == "float32",
         device=device,
         seed=config.train.seed,
         keep_reference_norms=keep_reference_norms,

@@ -6,7 +6,7 @@ from memory_builders import configured
 from tiny_models import load_tiny, random_tokens, randomize_adapters, write_tiny
 
 from qerl.config.schema import LoraConfig
-from qerl.memory.ledger import kept_values
+from qerl.memory.ledger import kept_values, micro_batch_tokens, predict
 from qerl.model.aqn import NoiseState
 from qerl.model.attention import PackedSequences
 
@@ -69,6 +69,30 @@ def test_kept_bytes_are_the_counted_values(folder, mode, checkpointing):
     # Beside the values: one number a norm and one a head (log-sum-exp), float32.
     expected = 4 * TOKENS * (kept_values(config, spec, "cpu") + 2 + spec.num_heads)
     assert kept == pytest.approx(expected, rel=0.06)
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+def test_a_float32_stream_beside_bfloat16_is_counted(folder, checkpointing):
+    tokens = torch.cat(random_tokens((LENGTH,) * COUNT))
+    context = PackedSequences(torch.arange(0, TOKENS + 1, LENGTH))
+    kept, counted = [], []
+    for stream in ("compute", "float32"):
+        model = load_tiny(folder, lora=LoraConfig(rank=4), dtype=torch.bfloat16, float32_stream=stream == "float32")
+        layers, sizes = model.layers, []
+        for count in (2, 3):
+            model.layers = layers[:count]
+            sizes.append(kept_storages(model, lambda model=model: model(tokens, context, checkpointing=checkpointing)))
+        kept.append((sizes[1] - sizes[0]) // TOKENS)
+        config = configured(
+            "model.dtype=bfloat16", f"model.stream_dtype={stream}", f"train.checkpointing={checkpointing}"
+        )
+        ledger = predict(config, model.spec, device_type="cpu")
+        counted.append(
+            ledger.phases["backward"]["activations"] // (model.spec.num_layers * micro_batch_tokens(config, "cpu"))
+        )
+    assert (
+        kept[1] - kept[0] == counted[1] - counted[0] == (2 if checkpointing == "full" else 4) * model.spec.hidden_size
+    )
 
 
 def test_selective_checkpointing_keeps_less_and_needs_no_noise_kept(folder):

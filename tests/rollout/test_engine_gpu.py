@@ -34,9 +34,10 @@ def tokenizer(qwen2_folder):
     return load_tokenizer(qwen2_folder)
 
 
-def load(folder, dtype=torch.float32):
+def load(folder, dtype=torch.float32, **settings):
     quant = QuantConfig(format="nvfp4", dense_cache="on")
-    model = load_model(folder, quant=quant, lora=LoraConfig(rank=4, alpha=8.0), dtype=dtype, device="cuda")
+    lora = LoraConfig(rank=4, alpha=8.0)
+    model = load_model(folder, quant=quant, lora=lora, dtype=dtype, device="cuda", **settings)
     for name, parameter in model.trainable_parameters().items():
         if "lora_b" in name:
             parameter.data.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)).cuda())
@@ -287,9 +288,9 @@ def test_with_static_shapes_an_answer_has_the_same_bits_alone_and_in_any_batch(q
         assert list(alone) == [together[index]]
 
 
-@pytest.mark.parametrize("scope", ["rollout", "response"])
-def test_engine_and_trainer_agree_in_bfloat16(qwen2_folder, tokenizer, scope):
-    model = load(qwen2_folder, torch.bfloat16)
+@pytest.mark.parametrize(("scope", "float32_stream"), [("rollout", False), ("response", False), ("response", True)])
+def test_engine_and_trainer_agree_in_bfloat16(qwen2_folder, tokenizer, scope, float32_stream):
+    model = load(qwen2_folder, torch.bfloat16, float32_stream=float32_stream)
     noise = make_noise(model, scope)
     completions, _ = Engine(model, tokenizer, max_num_seqs=16).generate(
         make_prompts(RAGGED), SPEC, group_size=GROUP, noise=noise

@@ -64,13 +64,13 @@ def add_rms_norm(
 
     Args:
         x_TD: output of the last block, [T, D].
-        residual_TD: the stream before it, of whatever floating type; None when x is the stream itself.
+        residual_TD: the stream before it, of x's type or another; None when x is the stream itself.
         weight_D, eps, noise, dtype: as of `rms_norm`.
         kernel: implementation by name.
 
     Returns:
-        (h, stream): stream = residual + x in float32 (float64 for float64), x itself without a residual; h = `rms_norm` of the
-        stream, bit for bit.
+        (h, stream): stream = residual + x, rounded once to the wider of their types, x itself without a residual; h = `rms_norm` of
+        the stream as it was rounded, bit for bit.
 
     Raises:
         KernelUnavailableError: `kernel` cannot run here.

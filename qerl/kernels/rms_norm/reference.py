@@ -37,8 +37,7 @@ def add_forward(
     x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float, noise: Tensor | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(h in `dtype`, stream, inverse root mean square of the stream)."""
-    wide = wide_type(x_TD)
-    stream_TD = residual_TD.to(wide) + x_TD.to(wide)
+    stream_TD = residual_TD + x_TD
     h_TD, inverse_T1 = forward(stream_TD, weight_D, eps, noise, dtype)
     return h_TD, stream_TD, inverse_T1
 

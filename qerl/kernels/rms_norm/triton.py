@@ -122,7 +122,7 @@ def _launch_forward(
     residual = None if residual_TD is None else residual_TD.reshape(-1, width).contiguous()
     rows_a_tile, block, warps = _tile(width)
     h = torch.empty_like(x, dtype=dtype)
-    stream = None if residual is None else torch.empty_like(x, dtype=torch.float32)
+    stream = None if residual is None else torch.empty_like(x, dtype=torch.promote_types(x.dtype, residual.dtype))
     inverse = torch.empty(*x_TD.shape[:-1], 1, dtype=torch.float32, device=x.device)
     given = _NoiseArguments(noise, len(x))
     tiles = ceil_div(len(x), rows_a_tile)
@@ -301,8 +301,9 @@ def _forward(
                 inside, SOURCE, SPREADS, SHARED, D, ROWS, BLOCK,
             )  # fmt: skip
         if ADD:
-            wide += tl.load(residual + places, mask=mask, other=0.0).to(tl.float32)
-            tl.store(stream + places, wide, mask=mask)
+            total = (tl.load(residual + places, mask=mask, other=0.0).to(tl.float32) + wide).to(stream.dtype.element_ty)
+            tl.store(stream + places, total, mask=mask)
+            wide = total.to(tl.float32)
         mean = tl.sum(wide * wide, axis=1) / D
         r = 1.0 / tl.sqrt_rn(mean + eps)
         tl.store(h + places, (wide * r[:, None] * scale).to(h.dtype.element_ty), mask=mask)
