@@ -104,16 +104,15 @@ def noises(tokens: int) -> dict[str, Any]:
 
 
 def norms(table: Table) -> None:
-    """Two sets of inputs in turn: each is larger than the cache together with the outputs. The stream, its gradient and what is added to
-    it are float32, h and its gradient bfloat16."""
-    weight, half = torch.ones(HIDDEN, device="cuda"), torch.bfloat16
-    sets = [[normal(TOKENS, HIDDEN), *(normal(TOKENS, HIDDEN).float() for _ in range(2))] for _ in range(2)]
-    moved = TOKENS * HIDDEN * (3 * 4 + 2)
+    """Two sets of inputs in turn: each is larger than the cache together with the outputs."""
+    weight = torch.ones(HIDDEN, device="cuda")
+    sets = [[normal(TOKENS, HIDDEN) for _ in range(4)] for _ in range(2)]
+    one = TOKENS * HIDDEN * 2
     for name, noise in noises(TOKENS).items():
-        runs = [lambda s=given, n=noise: add_rms_norm(s[1], s[2], weight, 1e-6, n, dtype=half) for given in sets]
-        table.add(f"add_rms_norm, noise {name}", captured(*runs), moved=moved)
+        runs = [lambda s=given, n=noise: add_rms_norm(s[0], s[1], weight, 1e-6, n) for given in sets]
+        table.add(f"add_rms_norm, noise {name}", captured(*runs), moved=4 * one)
     for name, noise in noises(TOKENS).items():
-        inverse = rms_norm_triton.forward(sets[0][1], weight, 1e-6, noise, half)[1]
+        inverse = rms_norm_triton.forward(sets[0][0], weight, 1e-6, noise, sets[0][0].dtype)[1]
         for trained in (False, True):
             runs = [
                 lambda s=given, n=noise, t=trained, i=inverse: rms_norm_triton.backward(
@@ -122,10 +121,13 @@ def norms(table: Table) -> None:
                 for given in sets
             ]
             label = f"its backward, w {'trained' if trained else 'frozen'}, noise {name}"
-            table.add(label, captured(*runs), moved=moved)
-    few = [normal(DECODE, HIDDEN).float() for _ in range(2)]
+            table.add(label, captured(*runs), moved=4 * one)
+    wide = [[normal(TOKENS, HIDDEN).float() for _ in range(2)] for _ in range(2)]
+    runs = [lambda s=given: add_rms_norm(*s, weight, 1e-6, dtype=torch.bfloat16) for given in wide]
+    table.add("add_rms_norm, a float32 stream and what is added to it", captured(*runs), moved=7 * one)
+    few = [normal(DECODE, HIDDEN) for _ in range(2)]
     for name, noise in noises(DECODE).items():
-        times = captured(lambda n=noise: add_rms_norm(*few, weight, 1e-6, n, dtype=half))
+        times = captured(lambda n=noise: add_rms_norm(*few, weight, 1e-6, n))
         table.add(f"decode of {DECODE}: add_rms_norm, noise {name}", times)
     keyed = noises(DECODE)["keys by sample (scope response)"]
     table.add(f"normal_rows [{SAMPLES}, {HIDDEN}]", captured(keyed.draws))
