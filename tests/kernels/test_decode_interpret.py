@@ -113,9 +113,7 @@ def groups(members, pages, columns):
 @pytest.mark.parametrize("form", ["plain", "norms", "bias"])
 @pytest.mark.parametrize("plan", ["whole", "tiles", "eights"])
 @pytest.mark.parametrize(("heads", "kv_heads", "columns"), [(6, 2, 16), (7, 1, 8), (40, 2, 2)])
-def test_pages_that_rows_share_may_be_read_once_for_all_of_them(
-    monkeypatch, heads, kv_heads, columns, plan, form
-):
+def test_pages_that_rows_share_may_be_read_once_for_all_of_them(monkeypatch, heads, kv_heads, columns, plan, form):
     monkeypatch.setattr(attention, "_processors", lambda device: 5)
     assert members_for(heads, kv_heads) == columns
     size, lengths = 16, torch.tensor([130, 65, 64, 131, 200, 192, 70])
@@ -131,13 +129,19 @@ def test_pages_that_rows_share_may_be_read_once_for_all_of_them(
     shared = groups([[0, 3], [5, 4], [6, 1]], [2, 1, 0, 2, 3, 3, 1], columns)
     caches = [(k.clone(), v.clone()) for _ in range(2)]
     rows, plain = CacheRows(lengths, 64, table_BN=table, shared=shared), CacheRows(lengths, 64, table_BN=table)
-    found = attention.cached_attention(qkv, turns, heads, kv_heads, *caches[0], rows, 0.25, norms, PLANS[plan], bias=bias)
-    expected = attention_reference.cached_attention(qkv, turns, heads, kv_heads, *caches[1], plain, 0.25, norms, bias=bias)
+    found = attention.cached_attention(
+        qkv, turns, heads, kv_heads, *caches[0], rows, 0.25, norms, PLANS[plan], bias=bias
+    )
+    expected = attention_reference.cached_attention(
+        qkv, turns, heads, kv_heads, *caches[1], plain, 0.25, norms, bias=bias
+    )
     torch.testing.assert_close(found, expected, rtol=0, atol=larger * ATTENTION_TOLERANCE)
     torch.testing.assert_close(caches[0], caches[1], rtol=0, atol=larger * 1e-6)
     # Others in the group, or rows that have left it.
     alone = CacheRows(lengths, 64, table_BN=table, shared=groups([[3], [4], [1]], [0, 1, 0, 2, 3, 0, 0], columns))
-    again = attention.cached_attention(qkv, turns, heads, kv_heads, *caches[0], alone, 0.25, norms, PLANS[plan], bias=bias)
+    again = attention.cached_attention(
+        qkv, turns, heads, kv_heads, *caches[0], alone, 0.25, norms, PLANS[plan], bias=bias
+    )
     torch.testing.assert_close(again, expected, rtol=0, atol=larger * ATTENTION_TOLERANCE)
 
 
