@@ -110,6 +110,8 @@ def random_model(
             DecoderLayer(
                 index,
                 spec,
+                dtype=dtype,
+                stream_dtype=dtype,
                 attn_norm=norm(spec.hidden_size),
                 mlp_norm=norm(spec.hidden_size),
                 **parts,
