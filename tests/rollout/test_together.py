@@ -21,11 +21,11 @@ def steps(monkeypatch):
     """Rows in groups of every step, as the kernel was given them, all of them checked; None where there was nothing of groups."""
     seen, last, plain = [], [None], reference.cached_attention
 
-    def watched(qkv_BX, rotation, heads, kv_heads, k_cache, v_cache, rows, scale, norms=None):
+    def watched(qkv_BX, rotation, heads, kv_heads, k_cache, v_cache, rows, scale, norms=None, **more):
         if last[0] is not rows:
             last[0] = rows
             seen.append(None if rows.shared is None else check(rows))
-        return plain(qkv_BX, rotation, heads, kv_heads, k_cache, v_cache, rows, scale, norms)
+        return plain(qkv_BX, rotation, heads, kv_heads, k_cache, v_cache, rows, scale, norms, **more)
 
     for module in (engine_module, workspace):
         monkeypatch.setattr(module, "TOGETHER_PAGES", 2)
