@@ -160,3 +160,13 @@ def test_few_output_tiles_are_cut_along_the_inputs_and_many_are_shared_out():
     assert o.blocks % (3584 // o.rows) == 0
     assert o.blocks > 100
     assert gate_up.blocks == 132
+
+
+@pytest.mark.parametrize("ranks", [0, 8, 32, 96, 384])
+@pytest.mark.parametrize("tokens", [1, 17, 64, 256, 1024])
+@pytest.mark.parametrize(("units", "blocks"), [(1, 1), (56, 108), (296, 132), (56, 132)])
+def test_every_slice_of_h_has_inputs(tokens, ranks, units, blocks):
+    slices, pieces = middle.slices_of_h(tokens, ranks, units, blocks)
+    assert pieces == slices * -(-tokens // 48) * -(-ranks // 32)
+    assert 1 <= slices <= units
+    assert slices == 1 or pieces <= blocks, "in one go where there are enough blocks"

@@ -15,9 +15,8 @@ from qerl.formats import PackedWeight
 from qerl.kernels.cuda import Kernel, Launch, TensorMap, tensor_map
 from qerl.kernels.fp4_linear import record
 from qerl.kernels.fp4_linear.adapter import Placement
-from qerl.kernels.fp4_linear.shrink import shrink
 from qerl.kernels.fp4_linear.tiled import TILED
-from qerl.kernels.fp4_linear.workspace import SCALE_BASE, TILE_COUNTERS, Workspace, compiled, workspace
+from qerl.kernels.fp4_linear.workspace import H_COUNTERS, SCALE_BASE, TILE_COUNTERS, Workspace, compiled, workspace
 
 NARROW, WIDEST = 128, 256
 """Rows of x of an output tile: up to the first, a warp may have two row tiles; the second is the most there are."""
@@ -27,8 +26,12 @@ WARPGROUPS = 2
 MOST_STAGES = 16
 """Steps in the ring, at most."""
 
-_FOR_SHRINK = 34 * 1024
-"""Bytes of shared memory left to the shrink kernel, so that both run side by side."""
+_PIECE_TOKENS, _PIECE_RANKS = 48, 32
+"""What a block makes of h at a time: `PIECE_TOKENS` and `PIECE_RANKS` of cuda/adapters.cuh."""
+_PIECE_BYTES = 2 * 128 * (_PIECE_TOKENS + _PIECE_RANKS)
+"""Shared memory for x and A of a piece."""
+_MOST_SLICES = 32
+"""Sums that are added up for a number of h, at most."""
 _SPLIT_STEPS = 4
 """What sharing tiles unevenly costs, in steps of a block."""
 _FEWEST_STEPS = 3
@@ -52,8 +55,12 @@ class _Params(ctypes.Structure):
     _fields_ = (
         ("x_map", TensorMap),
         ("tile_map", TensorMap),
-        *((name, ctypes.c_void_p) for name in ("out", "bias", "side", "h", "partials", "counters", "x_ready")),
-        *((name, ctypes.c_int) for name in ("m", "n", "units", "token_tiles", "steps", "ranks")),
+        *((name, ctypes.c_void_p) for name in ("out", "bias", "side", "x", "a", "h")),
+        *((name, ctypes.c_void_p) for name in ("partials", "h_partials", "counters", "h_counters")),
+        *(
+            (name, ctypes.c_int)
+            for name in ("m", "n", "k", "units", "token_tiles", "steps", "ranks", "h_slices", "h_pieces")
+        ),
         *((name, ctypes.c_int) for name in ("segments", "parts", "float_out", "vectors")),
         ("scale_base", ctypes.c_uint),
         ("segment_stop", record.Stops),
@@ -112,17 +119,23 @@ class Shape:
     @property
     def threads(self) -> int:
         """Threads of a block."""
-        return 128 * self.groups + (128 if self.wide else 32)
+        return 128 * self.groups + 128
 
     @property
     def static(self) -> int:
-        """Bytes of shared memory besides the ring, at most: staging of four columns of 8 tokens a warp, and barriers."""
-        return 4096 * self.tiles * self.groups + 16 * MOST_STAGES
+        """Bytes of static shared memory, at most: staging of outputs, what rows are made with, and barriers."""
+        return _round_up(4096 * self.groups + 32 * self.block_rows + 16 * MOST_STAGES + 128, 1024)
+
+    @property
+    def adapter_bytes(self) -> int:
+        """Bytes of shared memory behind the ring: a piece of h as it is made, and 32 ranks of B and h of a tile."""
+        return max(_PIECE_BYTES, 64 * (self.tokens + self.block_rows))
 
     @property
     def shared(self) -> int:
         """Bytes of dynamic shared memory."""
-        return TILED[self.format].table_bytes(self.stride) + self.stages * self.stage_bytes + 1024
+        table = TILED[self.format].table_bytes(self.stride)
+        return table + self.stages * self.stage_bytes + self.adapter_bytes + 1024
 
     @property
     def launch(self) -> Launch:
@@ -178,13 +191,17 @@ def product(
     shape = choose(tokens, row_tiles, units, space, weight.format)
     token_tiles, row_blocks = -(-tokens // shape.tokens), -(-row_tiles * 16 // shape.rows)
     output_tiles = token_tiles * row_blocks
-    assert output_tiles * shape.cluster <= TILE_COUNTERS, (tokens, weight.shape)
-    signal = space.signal() if a_RI and tokens <= NARROW else None
-    shrunk = tuple(shrink(x_TI, a, signal, shape.blocks) for a in a_RI)
+    assert output_tiles * shape.cluster * shape.groups <= TILE_COUNTERS, (tokens, weight.shape)
+    ranks = a_RI[0].shape[0] if a_RI else 0
+    slices, pieces = slices_of_h(tokens, ranks, units, shape.blocks)
+    shrunk = tuple(torch.empty(tokens, ranks, dtype=torch.bfloat16, device=x_TI.device) for _ in a_RI)
     out_TO = torch.empty(tokens, weight.shape[0], dtype=dtype, device=x_TI.device)
     if bias_O is not None:
         bias_O = bias_O.to(torch.bfloat16).contiguous()
     partial_bytes = 2 * shape.blocks * shape.block_rows * shape.tokens * 4
+    h_partial_bytes = pieces * _PIECE_TOKENS * _PIECE_RANKS * 4
+    partials = space.scratch((partial_bytes + h_partial_bytes) // 1024, 512).data_ptr()
+    counters = space.counters().data_ptr()
     params = _Params(
         x_map=tensor_map(
             x_TI.data_ptr(),
@@ -203,16 +220,22 @@ def product(
         out=out_TO.data_ptr(),
         bias=None if bias_O is None else bias_O.data_ptr(),
         side=record.side_of(weight),
+        x=x_TI.data_ptr(),
+        a=a_RI[0].data_ptr() if a_RI else None,
         h=shrunk[0].data_ptr() if shrunk else None,
-        partials=space.scratch(partial_bytes // 1024, 512).data_ptr(),
-        counters=space.counters().data_ptr(),
-        x_ready=None if signal is None else signal.data_ptr(),
+        partials=partials,
+        h_partials=partials + partial_bytes,
+        counters=counters,
+        h_counters=counters + 4 * H_COUNTERS,
         m=tokens,
         n=weight.shape[0],
+        k=weight.shape[1],
         units=units,
         token_tiles=token_tiles,
         steps=output_tiles * units,
-        ranks=shrunk[0].shape[1] if shrunk else 0,
+        ranks=ranks,
+        h_slices=slices,
+        h_pieces=pieces,
         segments=len(weight.segments),
         parts=len(placements),
         float_out=int(dtype == torch.float32),
@@ -223,6 +246,15 @@ def product(
     )
     _kernel(space, shape).launch(shape.launch, params)
     return out_TO, shrunk
+
+
+def slices_of_h(tokens: int, ranks: int, units: int, blocks: int) -> tuple[int, int]:
+    """(slices of the inputs that each part of h is made from, pieces in all), so that every block has about one piece."""
+    groups = -(-tokens // _PIECE_TOKENS) * -(-ranks // _PIECE_RANKS)
+    if groups == 0:
+        return 1, 0
+    slices = max(1, min(blocks // groups, _MOST_SLICES, -(-units // _FEWEST_STEPS)))
+    return slices, groups * slices
 
 
 def choose(tokens: int, row_tiles: int, units: int, device: Device, name: str = "nvfp4") -> Shape:
@@ -250,9 +282,7 @@ def _round_up(number: int, step: int) -> int:
 def with_blocks(shape: Shape, tokens: int, row_tiles: int, units: int, device: Device) -> Shape:
     """`shape` with as many blocks as pay, and as deep a ring as fits."""
     output_tiles = -(-tokens // shape.tokens) * -(-row_tiles * 16 // shape.rows)
-    room = device.shared_limit - shape.static - replace(shape, stages=0).shared - (0 if shape.wide else _FOR_SHRINK)
-    stages = shape.stages or min(MOST_STAGES, room // shape.stage_bytes)
-    shape = replace(shape, stages=stages)
+    shape = _with_ring(shape, device)
     # Blocks wait for one another, so all of them must run at once.
     most = device.multiprocessors
     if shape.cluster > 1:
@@ -264,6 +294,11 @@ def with_blocks(shape: Shape, tokens: int, row_tiles: int, units: int, device: D
         choices.append((-(-output_tiles * units // even), even))
     blocks = min(choices)[1]
     return replace(shape, blocks=blocks * shape.cluster)
+
+
+def _with_ring(shape: Shape, device: Device) -> Shape:
+    room = device.shared_limit - shape.static - replace(shape, stages=0).shared
+    return replace(shape, stages=shape.stages or min(MOST_STAGES, room // shape.stage_bytes))
 
 
 def wgmma_source(tokens: int) -> str:

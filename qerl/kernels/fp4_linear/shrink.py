@@ -1,4 +1,4 @@
-"""Launching the shrink kernel: h = x A^T in front of the middle kernel, which starts while it runs, or of large products."""
+"""Launching the shrink kernel: h = x A^T in front of products that do not make it themselves."""
 
 from __future__ import annotations
 
@@ -24,24 +24,17 @@ class _Params(ctypes.Structure):
 
     __slots__ = ()  # a name that is no field is an error
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("x", "a", "h", "x_ready")),
-        *((name, ctypes.c_int) for name in ("m", "k", "ranks", "rank_groups", "vectors", "readers")),
+        *((name, ctypes.c_void_p) for name in ("x", "a", "h")),
+        *((name, ctypes.c_int) for name in ("m", "k", "ranks", "rank_groups", "vectors")),
     )
 
 
-def shrink(x_TI: Tensor, a_RI: Tensor, signal: Tensor | None = None, readers: int = 0) -> Tensor:
+def shrink(x_TI: Tensor, a_RI: Tensor) -> Tensor:
     """h = x A^T [T, R] of bfloat16 matrices, added in float32 and rounded to bfloat16 once.
 
     cuBLAS cuts the long sums of so few outputs into parts, which it would round too; so it gives its sums in float32.
-
-    Args:
-        x_TI: activations.
-        a_RI: A.
-        signal: of the workspace, by which the next kernel learns when x is there, so that it need not wait for this one.
-        readers: blocks of the next kernel.
     """
     if torch.cuda.get_device_capability(x_TI.device) != (9, 0) or not 0 < x_TI.shape[0] <= MOST_ROWS:
-        assert signal is None, "cuBLAS gives no signal"
         return torch.mm(x_TI, a_RI.T, out_dtype=torch.float32).to(torch.bfloat16)
     x_TI, a_RI = x_TI.contiguous(), a_RI.contiguous()
     (tokens, inputs), ranks = x_TI.shape, a_RI.shape[0]
@@ -51,13 +44,11 @@ def shrink(x_TI: Tensor, a_RI: Tensor, signal: Tensor | None = None, readers: in
         x=x_TI.data_ptr(),
         a=a_RI.data_ptr(),
         h=h_TR.data_ptr(),
-        x_ready=None if signal is None else signal.data_ptr(),
         m=tokens,
         k=inputs,
         ranks=ranks,
         rank_groups=-(-ranks // 16),
         vectors=int(vectors),
-        readers=readers,
     )
     blocks = params.rank_groups * -(-tokens // (8 * COLUMNS)) * CLUSTER
     kernel = compiled(x_TI.device, "shrink", tuple(macros().items()))

@@ -28,8 +28,9 @@ LEAST_SUMS = 1 << 18
 """Numbers of the partial sums that the decode kernel's blocks tell each other: as many as four adapters of rank 128 need."""
 DECODE_COUNTERS = TILE_COUNTERS
 """With this one the decode kernel counts the blocks that have read h."""
-_FIRST_SIGNAL, _SIGNALS = TILE_COUNTERS + 8, 256
-"""The counters behind `Workspace.signal`; more than there are launches on a device at one time."""
+H_COUNTERS = TILE_COUNTERS + 4
+"""The first of two that the middle kernel counts pieces of h with."""
+_COUNTERS = TILE_COUNTERS + 8
 
 
 class Workspace:
@@ -46,7 +47,6 @@ class Workspace:
         self._sums: Tensor | None = None
         self._kept: list[Tensor] = []
         """Counters of captures that were the first to ask: of the graph's memory, which must not go to anything else."""
-        self._signals = 0
         self._alphas: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._clusters: dict[tuple[int, int], int] = {}
 
@@ -63,10 +63,10 @@ class Workspace:
         return self._scratch[: rows * columns].view(rows, columns)
 
     def counters(self) -> Tensor:
-        """int32 zeros: those of tiles, of decode and signals; kernels leave zeros behind. Graphs share them, unless a capture is the first to ask."""
+        """int32 zeros: those of tiles and those of h; kernels leave zeros behind. Graphs share them, unless a capture is the first to ask."""
         if self._counters is not None:
             return self._counters
-        counters = torch.zeros(_FIRST_SIGNAL + _SIGNALS, dtype=torch.int32, device=self.device)
+        counters = torch.zeros(_COUNTERS, dtype=torch.int32, device=self.device)
         if torch.cuda.is_current_stream_capturing():
             self._kept.append(counters)
         else:
@@ -83,11 +83,6 @@ class Workspace:
         else:
             self._sums = sums
         return sums
-
-    def signal(self) -> Tensor:
-        """A counter by which a kernel tells the next that x is there. Launches overlap, so the next ones get others."""
-        self._signals = (self._signals + 1) % _SIGNALS
-        return self.counters()[_FIRST_SIGNAL + self._signals :]
 
     def release(self) -> None:
         """Give the scratch back to torch's allocator; the next use takes it again."""
@@ -129,7 +124,7 @@ def compiled(device: torch.device, name: str, defines: tuple[tuple[str, int], ..
 _IN_FRONT = {
     "dequantize": ("tile", "format"),
     "decode": ("tile", "format", "layer", "decode"),
-    "middle": ("tile", "format", "layer", "middle"),
+    "middle": ("tile", "format", "layer", "middle", "team", "adapters"),
     "shrink": ("tile", "layer"),
 }
 """Kernel -> the `.cuh` files that its source goes on from; NVRTC is given one text without includes."""

@@ -36,10 +36,15 @@ __device__ __forceinline__ void add(float4& sum, float4 v) {
   sum.w += v.w;
 }
 
-// Counts up to `last` and then begins at 0 again; what this thread knows of was done before.
+// Counts up to `last` and then begins at 0 again.
+__device__ __forceinline__ void count_up_only(u32* counter, u32 last) {
+  asm volatile("red.inc.relaxed.gpu.global.u32 [%0], %1;" ::"l"(counter), "r"(last) : "memory");
+}
+
+// The same; what this thread knows of was done before.
 __device__ __forceinline__ void count_up(u32* counter, u32 last) {
   asm volatile("fence.acq_rel.gpu;" ::: "memory");
-  asm volatile("red.inc.relaxed.gpu.global.u32 [%0], %1;" ::"l"(counter), "r"(last) : "memory");
+  count_up_only(counter, last);
 }
 
 __device__ __forceinline__ void wait_for_count(const u32* counter, u32 count) {

@@ -6,25 +6,13 @@
 // and multiply, one k16 step of a row tile while the products of the two before are under way.
 //
 // A tile that several blocks have parts of is summed through global memory, in the order of the inputs. The blocks whose run ends
-// in this tile finish it: if it is one, it keeps its sums in registers; several share the tokens out among them.
+// in this tile finish it: if it is one, it keeps its sums in registers; several share the tokens out among them. B h is added by the block
+// that begins the tile. Helping warps make h meanwhile (adapters.cuh).
 //
 // The blocks of a cluster have neighbouring rows; each copies a part of x for all of them.
 //
 // Compile-time: FORMAT, TOKENS (a multiple of 16), TILES (row tiles of a warp: 1 or 2), GROUPS (warpgroups that multiply), STAGES (steps in the ring),
 // CLUSTER (1, 2 or 4).
-
-constexpr int WARPS = 4 * GROUPS;
-constexpr int CONSUMERS = 32 * WARPS;
-// Many sums: registers that the copying warps do not need go to the others.
-constexpr bool WIDE = TILES * TOKENS > 128;
-constexpr int THREADS = CONSUMERS + (WIDE ? 128 : 32);
-constexpr int COLUMNS = TOKENS / 8;
-constexpr int ROW_TILES = WARPS * TILES;
-constexpr int X_BYTES = TOKENS * 128;
-constexpr int STEP_BYTES = X_BYTES + ROW_TILES * TILE_BYTES;
-constexpr int STAGE_BYTES = (STEP_BYTES + 1023) / 1024 * 1024;  // the swizzle of 128 bytes repeats every 1024
-constexpr int STAGING_BYTES = 1024 * TILES;                     // of a warp
-
 // x as the B operand: [TOKENS][64] bfloat16, rows of 128 bytes, 16-byte chunks of row r at chunk ^ (r & 7).
 __device__ __forceinline__ u64 operand(u32 address) {
   return static_cast<u64>((address & 0x3FFFF) >> 4) | (1ull << 16) | (64ull << 32) | (1ull << 62);
@@ -35,52 +23,19 @@ __device__ __forceinline__ void products_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
-__device__ __forceinline__ void consumers_sync() { asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory"); }
+// The same in all lanes of a warp, which the compiler is told so that it keeps what follows from it in registers of the warp and makes it once.
+__device__ __forceinline__ u32 uniform(u32 value) { return __shfl_sync(0xFFFFFFFF, value, 0); }
 
 // This warp has read a stage: told to every block of the cluster, since each copies a part of x for all of them.
 __device__ __forceinline__ void release(u32 barrier, int lane) {
   if constexpr (CLUSTER == 1) {
-    if (lane == 0) asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+    asm volatile("{\n.reg .pred first;\nsetp.eq.s32 first, %1, 0;\n@first mbarrier.arrive.shared::cta.b64 _, [%0];\n}" ::"r"(barrier), "r"(lane) : "memory");
   } else if (lane < CLUSTER) {
     u32 address;
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(barrier), "r"(lane));
     asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(address) : "memory");
   }
 }
-
-__device__ __forceinline__ void cluster_arrive() {
-#if CLUSTER > 1
-  __syncwarp();
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-#endif
-}
-
-__device__ __forceinline__ void cluster_wait() {
-#if CLUSTER > 1
-  asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
-#endif
-}
-
-// Where in the list of steps a block is.
-struct Place {
-  int unit, token_tile, row_block;
-};
-
-__device__ __forceinline__ Place place_of(const MiddleParams& p, int step) {
-  const int tile = step / p.units;
-  return {step - tile * p.units, tile % p.token_tiles, tile / p.token_tiles};
-}
-
-__device__ __forceinline__ void advance(const MiddleParams& p, Place& at) {
-  if (++at.unit < p.units) return;
-  at.unit = 0;
-  if (++at.token_tile < p.token_tiles) return;
-  at.token_tile = 0;
-  ++at.row_block;
-}
-
-// Of this block; the blocks of a cluster have neighbouring rows of the same tokens.
-__device__ __forceinline__ int first_row_tile(const Place& at) { return (at.row_block * CLUSTER + block_rank()) * ROW_TILES; }
 
 __device__ __forceinline__ void load_weights(const MiddleParams& p, const Place& at, u32 stage, u32 barrier) {
   copy_box<false>(stage + X_BYTES, p.tile_map, at.unit * (TILE_BYTES / 8), first_row_tile(at), barrier);
@@ -89,17 +44,6 @@ __device__ __forceinline__ void load_weights(const MiddleParams& p, const Place&
 __device__ __forceinline__ void load_x(const MiddleParams& p, const Place& at, u32 stage, u32 barrier) {
   const int part = block_rank() * (TOKENS / CLUSTER);
   copy_box<(CLUSTER > 1)>(stage + part * 128, p.x_map, at.unit * 64, at.token_tile * TOKENS + part, barrier);
-}
-
-// Waits until x is there. The shrink kernel in front says so when it begins, and is not waited for here.
-__device__ __forceinline__ void x_wait(const MiddleParams& p) {
-  if (p.x_ready == nullptr) {
-    dependencies_wait();
-    return;
-  }
-  wait_for_count(p.x_ready, 1);
-  count_up(p.x_ready, gridDim.x);
-  asm volatile("fence.proxy.async;" ::: "memory");
 }
 
 // One thread keeps the ring full.
@@ -115,7 +59,7 @@ __device__ __forceinline__ void produce(const MiddleParams& p, int start, int co
   }
   // The other blocks' barriers are there.
   cluster_wait();
-  x_wait(p);
+  dependencies_wait();  // x
   at = first;
 #pragma unroll 1
   for (int i = 0; i < ahead; ++i, advance(p, at)) load_x(p, at, ring + i * STAGE_BYTES, full + 8 * i);
@@ -150,203 +94,168 @@ __device__ __forceinline__ void multiply_k16(float (&d)[TOKENS / 2], u32 (&a)[4]
   products_wait<2>();
 }
 
-// Sums of `steps` steps.
-__device__ __forceinline__ void multiply_steps(float (&d)[TILES][TOKENS / 2], Ring& r, int steps, int warp, int lane, Unpacker unpack, Rows (&rows)[TILES]) {
-  u32 a[4][4];
-#pragma unroll
-  for (int i = 0; i < TILES; ++i)
-#pragma unroll
-    for (int e = 0; e < TOKENS / 2; ++e) d[i][e] = 0;
-#pragma unroll 1
-  for (int step = 0; step < steps; ++step) {
-    barrier_wait(r.full + 8 * r.stage, r.parity);
-    // The same in all lanes, which the compiler is told so that it keeps it in a register of the warp.
-    const u32 x = __shfl_sync(0xFFFFFFFF, r.stages + r.stage * STAGE_BYTES, 0);
-    const u32 tile = x + X_BYTES + warp * (TILES * TILE_BYTES);
-    uint4 codes[TILES];
-    ScaleBytes bytes[TILES];
-#pragma unroll
-    for (int i = 0; i < TILES; ++i) {
-      codes[i] = load_shared_16(tile + i * TILE_BYTES + 16 * lane);
-      bytes[i] = load_scale_bytes(tile + i * TILE_BYTES + TILE_CODES + sizeof(ScaleBytes) * (lane >> 2));
-    }
-    const u64 b = operand(x);
-    // Lookups are a step ahead.
-    Pairs even = look_up(codes[0].x, unpack), odd;
-#pragma unroll
-    for (int i = 0; i < TILES; ++i) {
-      const Scales scales = expand_scales(bytes[i], unpack, rows[i]);
-      odd = look_up(codes[i].y, unpack);
-      multiply_k16<0>(d[i], a[0], even, scales, b);
-      even = look_up(codes[i].z, unpack);
-      multiply_k16<1>(d[i], a[1], odd, scales, b);
-      odd = look_up(codes[i].w, unpack);
-      multiply_k16<2>(d[i], a[2], even, scales, b);
-      // Past the second, and surely here, the products of the step before have read their x.
-      if (i == 0 && step > 0) release(r.empty + 8 * (r.stage == 0 ? STAGES - 1 : r.stage - 1), lane);
-      if (i + 1 < TILES) even = look_up(codes[i + 1 < TILES ? i + 1 : i].x, unpack);
-      multiply_k16<3>(d[i], a[3], odd, scales, b);
-    }
-    if (++r.stage == STAGES) {
-      r.stage = 0;
-      r.parity ^= 1;
-    }
-  }
-  products_wait<0>();
-  release(r.empty + 8 * (r.stage == 0 ? STAGES - 1 : r.stage - 1), lane);
-  // Nothing that reads the sums may move in front of the wait.
+// Nothing that reads the sums may move in front of this, which stands behind the wait for their products.
+__device__ __forceinline__ void settled(float (&d)[TILES][TOKENS / 2]) {
 #pragma unroll
   for (int i = 0; i < TILES; ++i)
 #pragma unroll
     for (int e = 0; e < TOKENS / 2; ++e) asm volatile("" : "+f"(d[i][e])::"memory");
 }
 
-// ---- Tiles of several blocks.
-
-__device__ __forceinline__ float4 load_partial(const float4* from) {
-  float4 v;
-  asm volatile("ld.global.cg.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(from) : "memory");
-  return v;
-}
-
-constexpr int PARTIAL = TILES * COLUMNS * CONSUMERS;
-
-// The clusters that have a tile between them; each block of them has to do with its own rows of it.
-struct Team {
-  int first;      // the cluster that begins it
-  int members;
-  int finishers;  // members whose run ends in this tile
+// A step's weights of a warp, packed.
+struct Weights {
+  uint4 codes[TILES];
+  ScaleBytes scales[TILES];
 };
 
-__device__ __forceinline__ Team team_of(const MiddleParams& p, int tile) {
-  const int blocks = gridDim.x / CLUSTER, start = tile * p.units, stop = start + p.units;
-  Team team;
-  team.first = static_cast<int>(((static_cast<u64>(start) + 1) * blocks - 1) / p.steps);
-  const int last = static_cast<int>((static_cast<u64>(stop) * blocks - 1) / p.steps);
-  team.members = last - team.first + 1;
-  team.finishers = share(last + 1, blocks, p.steps) == stop ? team.members : team.members - 1;
-  return team;
+__device__ __forceinline__ void load_packed(Weights& w, u32 tile, int lane) {
+#pragma unroll
+  for (int i = 0; i < TILES; ++i) {
+    w.codes[i] = load_shared_16(tile + i * TILE_BYTES + 16 * lane);
+    w.scales[i] = load_scale_bytes(tile + i * TILE_BYTES + TILE_CODES + sizeof(ScaleBytes) * (lane >> 2));
+  }
 }
 
-// The partial sums of member `j`: the one that begins the tile has its second place.
-__device__ __forceinline__ float4* partial_of(const MiddleParams& p, const Team& team, int j) {
-  return p.partials + static_cast<long long>((2 * (team.first + j) + (j == 0)) * CLUSTER + block_rank()) * PARTIAL;
-}
-
-// Sums columns [from, to) of 8 tokens of a tile over its members, in order, and finishes them.
-__device__ __forceinline__ void finish_columns(const MiddleParams& p, const Team& team, const Row (&rows)[2 * TILES], int from, int to, int row_tile,
-                                               int token, u32 staging, int thread) {
-  constexpr int CHUNK = COLUMNS < 2 ? 1 : 2, MEMBERS = 4;  // loads of so many columns and members are under way together
+// Sums of `steps` steps.
+__device__ __forceinline__ void multiply_steps(float (&d)[TILES][TOKENS / 2], Ring& r, int steps, int warp, int lane, Unpacker unpack, Rows (&packed_rows)[TILES]) {
+  u32 a[4][4];
+#pragma unroll
+  for (int i = 0; i < TILES; ++i)
+#pragma unroll
+    for (int e = 0; e < TOKENS / 2; ++e) d[i][e] = 0;
+  const u32 mine = r.stages + X_BYTES + warp * (TILES * TILE_BYTES);
+  Weights w;
 #pragma unroll 1
-  for (int c = from; c < to; c += CHUNK) {
-    float v[TILES][4 * CHUNK] = {};
-#pragma unroll 1
-    for (int j = 0; j < team.members; j += MEMBERS) {
-      float4 parts[MEMBERS][TILES][CHUNK];
-#pragma unroll
-      for (int u = 0; u < MEMBERS; ++u) {
-        const float4* source = partial_of(p, team, min(j + u, team.members - 1)) + thread;
-#pragma unroll
-        for (int i = 0; i < TILES; ++i)
-#pragma unroll
-          for (int e = 0; e < CHUNK; ++e) parts[u][i][e] = load_partial(source + (i * COLUMNS + min(c + e, to - 1)) * CONSUMERS);
-      }
-#pragma unroll
-      for (int u = 0; u < MEMBERS; ++u) {
-        if (j + u >= team.members) break;
-#pragma unroll
-        for (int i = 0; i < TILES; ++i)
-#pragma unroll
-          for (int e = 0; e < CHUNK; ++e) {
-            v[i][4 * e] += parts[u][i][e].x;
-            v[i][4 * e + 1] += parts[u][i][e].y;
-            v[i][4 * e + 2] += parts[u][i][e].z;
-            v[i][4 * e + 3] += parts[u][i][e].w;
-          }
-      }
+  for (int step = 0; step < steps; ++step) {
+    barrier_wait(r.full + 8 * r.stage, r.parity);
+    load_packed(w, mine + r.stage * STAGE_BYTES, lane);
+    const u64 x = operand(r.stages + r.stage * STAGE_BYTES);
+    const u32 before = r.empty + 8 * (r.stage == 0 ? STAGES - 1 : r.stage - 1);
+    if (++r.stage == STAGES) {
+      r.stage = 0;
+      r.parity ^= 1;
     }
-    finish<CHUNK>(p, rows, v, row_tile, token + 8 * c, min(p.m, token + 8 * to), staging, thread & 31);
-    __syncwarp();
+    // Lookups are a k16 step ahead.
+    Pairs even = look_up(w.codes[0].x, unpack), odd;
+#pragma unroll
+    for (int i = 0; i < TILES; ++i) {
+      const Scales scales = expand_scales(w.scales[i], unpack, packed_rows[i]);
+      odd = look_up(w.codes[i].y, unpack);
+      multiply_k16<0>(d[i], a[0], even, scales, x);
+      even = look_up(w.codes[i].z, unpack);
+      multiply_k16<1>(d[i], a[1], odd, scales, x);
+      odd = look_up(w.codes[i].w, unpack);
+      multiply_k16<2>(d[i], a[2], even, scales, x);
+      // Past the second, and surely here, the products of the step before have read their x.
+      if (i == 0 && step > 0) release(before, lane);
+      if (i + 1 < TILES) even = look_up(w.codes[i + 1 < TILES ? i + 1 : i].x, unpack);
+      multiply_k16<3>(d[i], a[3], odd, scales, x);
+    }
+  }
+  products_wait<0>();
+  release(r.empty + 8 * (r.stage == 0 ? STAGES - 1 : r.stage - 1), lane);
+  settled(d);
+}
+
+// ---- Adapters.
+
+// h as the B operand: [TOKENS][32] bfloat16, rows of 64 bytes.
+__device__ __forceinline__ u64 h_operand(u32 address) {
+  return static_cast<u64>((address & 0x3FFFF) >> 4) | (1ull << 16) | (32ull << 32) | (2ull << 62);
+}
+
+// Multiplies the sums of every row by `down` or `up`.
+__device__ __forceinline__ void scale_sums(float (&d)[TILES][TOKENS / 2], const Row (&rows)[2 * TILES], bool back) {
+#pragma unroll
+  for (int i = 0; i < 2 * TILES; ++i) {
+    const float by = back ? rows[i].up : rows[i].down;
+#pragma unroll
+    for (int c = 0; c < COLUMNS; ++c) {
+      d[i >> 1][4 * c + 2 * (i & 1)] *= by;
+      d[i >> 1][4 * c + 2 * (i & 1) + 1] *= by;
+    }
   }
 }
 
-// Sums a tile that has several members. True if `d` now holds the sums of the whole tile, which the caller finishes.
-__device__ __forceinline__ bool share_tile(const MiddleParams& p, float (&d)[TILES][TOKENS / 2], Row (&rows)[2 * TILES], int tile, int row_tile,
-                                           int token, u32 staging, int thread) {
-  const Team team = team_of(p, tile);
-  const int me = blockIdx.x / CLUSTER - team.first;
-  const bool alone = team.finishers == 1;
-  const u32 arrivals = alone ? team.members - 1 : team.members, last = arrivals + team.finishers - 1;
-  u32* counter = p.counters + tile * CLUSTER + block_rank();
-  if (!(alone && me == 0)) {
-    float4* target = partial_of(p, team, me) + thread;
-#pragma unroll
-    for (int i = 0; i < TILES; ++i)
-#pragma unroll
-      for (int c = 0; c < COLUMNS; ++c)
-        target[(i * COLUMNS + c) * CONSUMERS] = make_float4(d[i][4 * c], d[i][4 * c + 1], d[i][4 * c + 2], d[i][4 * c + 3]);
-    consumers_sync();
-    if (thread == 0) count_up(counter, last);
-  }
-  if (me >= team.finishers) return false;
-  load_rows(p, 16 * row_tile + ((thread & 31) >> 2), rows);
-  if (thread == 0) wait_for_count(counter, arrivals);
-  consumers_sync();
-  if (thread == 0) count_up(counter, last);
-  if (!alone) {
-    finish_columns(p, team, rows, share(me, team.finishers, COLUMNS), share(me + 1, team.finishers, COLUMNS), row_tile, token, staging, thread);
-    return false;
-  }
+// Adds scale * B h to the sums of a tile, 32 ranks of a part at a time, as the helping warps lay them.
+__device__ __forceinline__ void add_adapters(const MiddleParams& p, float (&d)[TILES][TOKENS / 2], const Row (&rows)[2 * TILES], int first,
+                                             const Feed& feed, int& uses, int warp, int lane) {
+  scale_sums(d, rows, false);
 #pragma unroll 1
-  for (int j = 1; j < team.members; ++j) {
-    const float4* source = partial_of(p, team, j) + thread;
+  for (int q = 0; q < p.parts; ++q) {
+    const Part& part = p.part[q];
+    if (!touches(part, first)) continue;
+#pragma unroll 1
+    for (int rank = 0; rank < part.rank; rank += 32, ++uses) {
+      barrier_wait(feed.adapter_full, uses & 1);
+      u32 b[TILES][2][4];
 #pragma unroll
-    for (int i = 0; i < TILES; ++i)
+      for (int i = 0; i < TILES; ++i)
 #pragma unroll
-      for (int c = 0; c < COLUMNS; ++c) {
-        const float4 v = load_partial(source + (i * COLUMNS + c) * CONSUMERS);
-        d[i][4 * c] += v.x;
-        d[i][4 * c + 1] += v.y;
-        d[i][4 * c + 2] += v.z;
-        d[i][4 * c + 3] += v.w;
-      }
+        for (int k = 0; k < 2; ++k) {
+          const int row = 16 * (warp * TILES + i) + (lane & 15);
+          ldmatrix_x4(b[i][k], feed.memory + FEED_H + 64 * row + (((2 * k + (lane >> 4)) ^ (row >> 1 & 3)) << 4));
+        }
+      const u64 h = h_operand(__shfl_sync(0xFFFFFFFF, feed.memory, 0));
+      asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#pragma unroll
+      for (int i = 0; i < TILES; ++i)
+#pragma unroll
+        for (int k = 0; k < 2; ++k) multiply(d[i], b[i][k], h + 2 * k);
+      asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+      products_wait<0>();
+      settled(d);
+      if (lane == 0) arrive(feed.adapter_empty);
+    }
   }
-  return true;
+  scale_sums(d, rows, true);
 }
 
-__device__ __forceinline__ void consume(const MiddleParams& p, int start, int stop, Ring r, u32 staging, Unpacker unpack, int thread) {
-  const int lane = thread & 31, warp = thread >> 5;
+__device__ __forceinline__ void load_rows(Row (&rows)[2 * TILES], u32 from) {
+#pragma unroll
+  for (int i = 0; i < 2 * TILES; ++i)
+    asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];"
+                 : "=f"(rows[i].factor), "=f"(rows[i].bias), "=f"(rows[i].down), "=f"(rows[i].up)
+                 : "r"(from + 8 * 16 * i)
+                 : "memory");
+}
+
+__device__ __forceinline__ void consume(const MiddleParams& p, int start, int stop, Ring r, const Feed& feed, u32 staging, Unpacker unpack, int warp, int thread) {
+  const int lane = thread & 31;
   float d[TILES][TOKENS / 2];
+  int visit = 0, uses = 0;
 #pragma unroll 1
-  for (int at = start; at < stop;) {
+  for (int at = start; at < stop; ++visit) {
     const Place place = place_of(p, at);
-    const int steps = min(p.units - place.unit, stop - at);
-    const int row_tile = first_row_tile(place) + warp * TILES, token = place.token_tile * TOKENS;
-    prefetch_adapters(p, row_tile, lane);
+    const int steps = min(p.units - place.unit, stop - at), first = first_row_tile(place);
+    const int row_tile = first + warp * TILES, token = place.token_tile * TOKENS;
     Rows packed_rows[TILES];
 #pragma unroll
     for (int i = 0; i < TILES; ++i) packed_rows[i] = rows_of(p.side, p.units, row_tile + i, place.unit, lane);
     multiply_steps(d, r, steps, warp, lane, unpack, packed_rows);
-    dependencies_wait();  // h
     Row rows[2 * TILES];
-    bool whole = true;
-    if (steps == p.units) {
-      load_rows(p, 16 * row_tile + (lane >> 2), rows);
-    } else {
-      whole = share_tile(p, d, rows, (at - place.unit) / p.units, row_tile, token, staging, thread);
-    }
-    if (whole) finish<COLUMNS>(p, rows, d, row_tile, token, p.m, staging, lane);
+    barrier_wait(feed.rows_full + 8 * (visit & 1), visit >> 1 & 1);
+    load_rows(rows, feed.rows + 16 * ((visit & 1) * BLOCK_ROWS + 16 * warp * TILES + (lane >> 2)));
+    // A tile's first member has its sums for the longest time until it sends or finishes them.
+    if (p.parts > 0 && place.unit == 0) add_adapters(p, d, rows, 16 * first, feed, uses, warp, lane);
+    const bool whole = steps == p.units || share_tile(p, d, rows, (at - place.unit) / p.units, row_tile, token, staging, thread);
+    if (whole) finish<COLUMNS>(p, rows, d, row_tile, token, p.m, staging, thread);
+    if (lane == 0) arrive(feed.rows_empty + 8 * (visit & 1));
     at += steps;
   }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) middle(const __grid_constant__ MiddleParams p) {
   extern __shared__ __align__(1024) u8 memory[];
-  __shared__ __align__(8) u64 barriers[2 * STAGES];
-  __shared__ __align__(128) u8 staged[WARPS * STAGING_BYTES];
-  const int thread = threadIdx.x, warp = thread >> 5;
-  const u32 ring = (smem_address(memory) + TABLE_BYTES + 1023) & ~1023u;
-  const u32 full = smem_address(barriers), empty = full + 8 * STAGES;
+  __shared__ __align__(8) u64 barriers[2 * STAGES + 6];
+  __shared__ __align__(128) u8 staged[GROUPS * STAGING_BYTES];
+  __shared__ __align__(16) Row rows[2 * BLOCK_ROWS];
+  int thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));  // read once
+  const int warp = uniform(thread >> 5);
+  const u32 ring = (uniform(smem_address(memory)) + TABLE_BYTES + 1023) & ~1023u;
+  const u32 full = uniform(smem_address(barriers)), empty = full + 8 * STAGES, others = empty + 8 * STAGES;
+  const Feed feed = {ring + STAGES * STAGE_BYTES, smem_address(rows), others, others + 16, others + 32, others + 40};
   const int cluster = blockIdx.x / CLUSTER, clusters = gridDim.x / CLUSTER;
   const int start = share(cluster, clusters, p.steps), stop = share(cluster + 1, clusters, p.steps);
   dependents_may_start();
@@ -355,23 +264,28 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) middle(const __grid_con
       barrier_init(barriers + i, 1);
       barrier_init(barriers + STAGES + i, WARPS * CLUSTER);
     }
+    for (int i = 0; i < 6; ++i) barrier_init(barriers + 2 * STAGES + i, i < 2 || i == 4 ? HELPERS : WARPS);
     barrier_inits_visible();
   }
   fill_table(memory, p.side, thread, THREADS);
   __syncthreads();
   cluster_arrive();
   if (warp >= WARPS) {
-    if constexpr (WIDE) asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+    if constexpr (WIDE) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(FEW_REGISTERS));
     if (thread == CONSUMERS) {
       produce(p, start, stop - start, ring, full, empty);
     } else {
+      const int helper = thread - CONSUMERS - 32;
+      if (helper >= 0) prefetch_adapters(p, start, stop, helper);
       cluster_wait();
+      dependencies_wait();
+      if (helper >= 0) help(p, start, stop, feed, helper);
     }
   } else {
-    if constexpr (WIDE) asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+    if constexpr (WIDE) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(MANY_REGISTERS));
     cluster_wait();
-    if (p.x_ready == nullptr) dependencies_wait();
-    consume(p, start, stop, {ring, full, empty, 0, 0}, smem_address(staged) + warp * STAGING_BYTES, unpacker(p.scale_base, smem_address(memory), thread & 31), thread);
+    dependencies_wait();
+    consume(p, start, stop, {ring, full, empty, 0, 0}, feed, smem_address(staged) + (warp >> 2) * STAGING_BYTES, unpacker(p.scale_base, uniform(smem_address(memory)), thread & 31), warp, thread);
   }
   // No block ends while another may still tell it something.
   cluster_arrive();

@@ -1,4 +1,20 @@
-// What the kernels of the middle regime share: barriers that count copies, the copy engine, the call, and the end of an output tile.
+// What the parts of the middle kernel share: sizes, the call, the list of steps, the copy engine, and the end of an output tile.
+
+constexpr int WARPS = 4 * GROUPS;
+constexpr int CONSUMERS = 32 * WARPS;
+// Many sums: registers that the other warps do not need go to those that multiply.
+constexpr bool WIDE = TILES * TOKENS > 128;
+constexpr int THREADS = CONSUMERS + 128;  // a warp that copies, three that help
+// A block never has more registers than it starts with: a warpgroup that asks for more waits for ever.
+constexpr int REGISTERS = 65536 / THREADS / 8 * 8, MANY_REGISTERS = 216, FEW_REGISTERS = 72;
+static_assert(!WIDE || CONSUMERS * MANY_REGISTERS + 128 * FEW_REGISTERS <= THREADS * REGISTERS);
+constexpr int COLUMNS = TOKENS / 8;
+constexpr int ROW_TILES = WARPS * TILES;
+constexpr int BLOCK_ROWS = 16 * ROW_TILES;
+constexpr int X_BYTES = TOKENS * 128;
+constexpr int STEP_BYTES = X_BYTES + ROW_TILES * TILE_BYTES;
+constexpr int STAGE_BYTES = (STEP_BYTES + 1023) / 1024 * 1024;  // the swizzle of 128 bytes repeats every 1024
+constexpr int STAGING_BYTES = 4096;                             // of a warpgroup
 
 // A tensor map of the driver (cuTensorMapEncodeTiled).
 struct TensorMap {
@@ -10,17 +26,47 @@ struct MiddleParams {
   TensorMap tile_map;  // 8-byte words [row tiles, units * words of a tile], boxes of ROW_TILES tiles
   void* out;           // bfloat16 or float32 [m, n]
   const u16* bias;
-  const float* side;  // of the format: divisors of NVFP4's segments, what doubly quantized scales need, or null
-  const u16* h;      // bfloat16 [m, ranks]
-  float4* partials;  // [2 * blocks][TILES][COLUMNS][CONSUMERS]
-  u32* counters;     // [tiles * CLUSTER], zeros between launches
-  u32* x_ready;      // counted up once by the kernel in front when x is there, and by every block that has seen it; or null
-  int m, n, units, token_tiles, steps, ranks;
+  const float* side;   // of the format: divisors of NVFP4's segments, what doubly quantized scales need, or null
+  const u16* x;        // bfloat16 [m, k]
+  const u16* a;        // bfloat16 [ranks, k]
+  u16* h;              // bfloat16 [m, ranks], made here
+  float4* partials;    // [2 * blocks][TILES][COLUMNS][CONSUMERS]
+  float2* h_partials;  // [h_pieces][PIECE_PAIRS]
+  u32* counters;       // [tiles * CLUSTER * GROUPS], zeros between launches
+  u32* h_counters;     // two more
+  int m, n, k, units, token_tiles, steps, ranks, h_slices, h_pieces;
   int segments, parts, float_out, vectors;
   u32 scale_base;  // 0x70007000
   int segment_stop[4];
   Part part[MAX_PARTS];
 };
+
+// What a row's sum is made with: y = sum * factor + bias; the sum is multiplied by `down` (factor over the adapter's scale) before B h is
+// added, and by `up` (the inverse) behind.
+struct alignas(16) Row {
+  float factor, bias, down, up;
+};
+
+// Where in the list of steps a block is.
+struct Place {
+  int unit, token_tile, row_block;
+};
+
+__device__ __forceinline__ Place place_of(const MiddleParams& p, int step) {
+  const int tile = step / p.units;
+  return {step - tile * p.units, tile % p.token_tiles, tile / p.token_tiles};
+}
+
+__device__ __forceinline__ void advance(const MiddleParams& p, Place& at) {
+  if (++at.unit < p.units) return;
+  at.unit = 0;
+  if (++at.token_tile < p.token_tiles) return;
+  at.token_tile = 0;
+  ++at.row_block;
+}
+
+// Of this block; the blocks of a cluster have neighbouring rows of the same tokens.
+__device__ __forceinline__ int first_row_tile(const Place& at) { return (at.row_block * CLUSTER + block_rank()) * ROW_TILES; }
 
 // One box of a tensor map by the copy engine; its bytes count at the barrier. `column` counts elements of a row. With EVERY it goes to the
 // same place in all blocks of the cluster, and counts at each one's barrier.
@@ -39,119 +85,19 @@ __device__ __forceinline__ void copy_box(u32 shared, const TensorMap& map, int c
                : "memory");
 }
 
-// Four 8x8 matrices (two with PAIRS = 1), each transposed: lane i gives the address of row i & 7 of matrix i >> 3.
-template <int PAIRS>
-__device__ __forceinline__ void store_transposed(u32 address, const u32 (&m)[2 * PAIRS]) {
-  if constexpr (PAIRS == 2) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(m[0]), "r"(m[1]), "r"(m[2]),
-                 "r"(m[3])
-                 : "memory");
-  } else {
-    asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1,%2};" ::"r"(address), "r"(m[0]), "r"(m[1]) : "memory");
-  }
+// Four 8x8 matrices, each transposed: lane i gives the address of row i & 7 of matrix i >> 3.
+__device__ __forceinline__ void store_transposed(u32 address, const u32 (&m)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(m[0]), "r"(m[1]), "r"(m[2]), "r"(m[3])
+               : "memory");
 }
+
+// Of a warpgroup.
+__device__ __forceinline__ void group_sync(int thread) { asm volatile("bar.sync %0, 128;" ::"r"(3 + (thread >> 7)) : "memory"); }
 
 __device__ __forceinline__ u32 pack_bf16(float low, float high) {
   u32 d;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
   return d;
-}
-
-__device__ __forceinline__ void mma_at(float* c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-               : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
-
-// What a row's sum is made with: y = (sum * factor + bias) / scale, then + B h, then * scale.
-struct Row {
-  float factor, bias, scale;
-};
-
-// Of the lane's rows in TILES row tiles, 8 apart from `row`. All loads are under way together.
-__device__ __forceinline__ void load_rows(const MiddleParams& p, int row, Row (&rows)[2 * TILES]) {
-  float divisors[2 * TILES];
-  u16 bias[2 * TILES];
-#pragma unroll
-  for (int i = 0; i < 2 * TILES; ++i) {
-    const int r = min(row + 8 * i, p.n - 1);
-    int segment = 0;
-#pragma unroll
-    for (int s = 0; s < 3; ++s) segment += s + 1 < p.segments && r >= p.segment_stop[s];
-    divisors[i] = row_divisor(p.side, segment);
-    bias[i] = p.bias != nullptr ? p.bias[r] : 0;
-    rows[i].scale = 1;
-#pragma unroll
-    for (int q = 0; q < MAX_PARTS; ++q)
-      if (q < p.parts && r >= p.part[q].row_start && r < p.part[q].row_stop && p.part[q].scale != 0) rows[i].scale = p.part[q].scale;
-  }
-#pragma unroll
-  for (int i = 0; i < 2 * TILES; ++i) {
-    rows[i].factor = __fdiv_rn(TILE_LIFT, divisors[i]);
-    rows[i].bias = from_bf16(bias[i]);
-  }
-}
-
-// Eight values of a row of an adapter matrix, zeros where there is none. There is no branch, so that loads are under way together.
-__device__ __forceinline__ uint4 adapter_row(const u16* matrix, int row, int rows, int stride, int column, int columns) {
-  const bool inside = row >= 0 && row < rows && column < columns;
-  const long long place = static_cast<long long>(min(max(row, 0), rows - 1)) * stride + (column < columns ? column : 0);
-  const uint4 v = *reinterpret_cast<const uint4*>(matrix + place);
-  return make_uint4(inside ? v.x : 0, inside ? v.y : 0, inside ? v.z : 0, inside ? v.w : 0);
-}
-
-// Adds B h of one part to the scaled sums of TILES row tiles from `row` (the lane's first) and NC columns of 8 tokens from `token`.
-// Ranks are taken in an order of their own, the same for B and h: a lane's 16 bytes are its share of two k16 steps.
-template <int NC>
-__device__ __forceinline__ void add_part(const MiddleParams& p, const Part& part, float (&v)[TILES][4 * NC], int row, int token, int lane) {
-  const int g = lane >> 2, t = lane & 3, height = part.row_stop - part.row_start;
-#pragma unroll 1
-  for (int rank = 8 * t; rank < part.rank + 8 * t; rank += 32) {
-    uint4 b[2 * TILES];
-#pragma unroll
-    for (int i = 0; i < 2 * TILES; ++i) b[i] = adapter_row(part.b, row + 8 * i - part.row_start, height, part.rank, rank, part.rank);
-#pragma unroll
-    for (int from = 0; from < NC; from += 4) {
-      uint4 h[4];
-#pragma unroll
-      for (int c = from; c < from + 4 && c < NC; ++c)
-        h[c - from] = adapter_row(p.h + part.rank_start, token + 8 * c + g, p.m, p.ranks, rank, part.rank);
-#pragma unroll
-      for (int c = from; c < from + 4 && c < NC; ++c)
-#pragma unroll
-        for (int i = 0; i < TILES; ++i) {
-          mma_at(&v[i][4 * c], b[2 * i].x, b[2 * i + 1].x, b[2 * i].y, b[2 * i + 1].y, h[c - from].x, h[c - from].y);
-          mma_at(&v[i][4 * c], b[2 * i].z, b[2 * i + 1].z, b[2 * i].w, b[2 * i + 1].w, h[c - from].z, h[c - from].w);
-        }
-    }
-  }
-}
-
-// Brings the rows of B that a warp will add into the L2 cache, where they stay coherent whatever ran before.
-__device__ __forceinline__ void prefetch_adapters(const MiddleParams& p, int row_tile, int lane) {
-  const int row = 16 * row_tile + lane;
-  if (lane >= 16 * TILES) return;
-#pragma unroll 1
-  for (int q = 0; q < p.parts; ++q) {
-    const Part& part = p.part[q];
-    if (row < part.row_start || row >= part.row_stop) continue;
-    const u16* from = part.b + static_cast<long long>(row - part.row_start) * part.rank;
-    for (int rank = 0; rank < part.rank; rank += 64) asm volatile("prefetch.global.L2 [%0];" ::"l"(from + rank));
-  }
-}
-
-// Divides the sums by the scale of their row's adapter, or multiplies.
-template <int NC>
-__device__ __forceinline__ void scale_rows(float (&v)[TILES][4 * NC], const Row (&rows)[2 * TILES], bool divide) {
-#pragma unroll
-  for (int i = 0; i < 2 * TILES; ++i) {
-    const float scale = divide ? __fdiv_rn(1.0f, rows[i].scale) : rows[i].scale;
-#pragma unroll
-    for (int c = 0; c < NC; ++c) {
-      v[i >> 1][4 * c + 2 * (i & 1)] *= scale;
-      v[i >> 1][4 * c + 2 * (i & 1) + 1] *= scale;
-    }
-  }
 }
 
 template <int NC>
@@ -167,80 +113,63 @@ __device__ __forceinline__ void store_floats(const MiddleParams& p, const float 
       }
 }
 
-// Rounds, and turns the tile in shared memory: a token's 16 * TILES values are neighbours in memory. `first` is the warp's first row.
+// Rounds, and turns the tile in shared memory: a token's 64 * TILES values of a warpgroup are neighbours in memory. `first` is the
+// warpgroup's first row.
 template <int NC>
 __device__ __forceinline__ void store_rounded(const MiddleParams& p, const float (&v)[TILES][4 * NC], int first, int token, int stop, u32 staging,
-                                              int lane) {
-  constexpr int CHUNKS = 2 * TILES;       // of 8 values, 16 bytes, for each token; in an order that keeps banks apart
-  constexpr int BYTES = 8 * 16 * CHUNKS;  // of a column of 8 tokens
-  const int matrix = lane >> 3, j = lane & 7, mine = lane / CHUNKS, chunk = lane % CHUNKS;
-  const u32 target = staging + j * 16 * CHUNKS + ((matrix ^ (TILES == 2 ? (j >> 1) & 3 : (j >> 2) & 1)) & (CHUNKS - 1)) * 16;
-  const u32 source = staging + (mine & 7) * 16 * CHUNKS + (chunk ^ (TILES == 2 ? (mine >> 1) & 3 : (mine >> 2) & 1)) * 16;
-  const int r = first + 8 * chunk;
+                                              int thread) {
+  constexpr int CHUNKS = 8 * TILES;  // of 8 values, 16 bytes, for each token; chunk c of token j at c ^ (j & 7)
+  constexpr int ROUND = 2 / TILES;   // columns of 8 tokens at a time; two places for them
+  const int lane = thread & 31, warp = thread >> 5 & 3, matrix = lane >> 3, j = lane & 7;
+  const int mine = (thread & 127) / CHUNKS, chunk = (thread & 127) % CHUNKS, r = first + 8 * chunk;
+  const u32 target = staging + ((TILES == 1 ? 8 * (matrix >> 1) : 0) + j) * 16 * CHUNKS + (((TILES == 1 ? 2 * warp + (matrix & 1) : 4 * warp + matrix) ^ j) << 4);
+  const u32 source = staging + mine * 16 * CHUNKS + ((chunk ^ (mine & 7)) << 4);
   u16* out = static_cast<u16*>(p.out) + static_cast<long long>(token + mine) * p.n + r;
   const bool vectors = p.vectors && r + 8 <= p.n;
+  group_sync(thread);
 #pragma unroll
-  for (int from = 0; from < NC; from += 4) {
+  for (int from = 0; from < NC; from += ROUND) {
     if (token + 8 * from >= stop) break;
-    __syncwarp();
+    const u32 place = from / ROUND % 2 * (STAGING_BYTES / 2);
+    u32 packed[4];
 #pragma unroll
-    for (int c = from; c < from + 4 && c < NC; ++c) {
-      u32 packed[CHUNKS];
-#pragma unroll
-      for (int i = 0; i < CHUNKS; ++i) packed[i] = pack_bf16(v[i >> 1][4 * c + 2 * (i & 1)], v[i >> 1][4 * c + 2 * (i & 1) + 1]);
-      store_transposed<TILES>(target + (c - from) * BYTES, packed);
+    for (int i = 0; i < 4; ++i) {
+      const float* pair = TILES == 1 ? &v[0][4 * (from + (i >> 1)) + 2 * (i & 1)] : &v[TILES - 1 & i >> 1][4 * from + 2 * (i & 1)];
+      packed[i] = pack_bf16(pair[0], pair[1]);
     }
-    __syncwarp();
-    uint4 values[4];
+    store_transposed(target + place, packed);
+    group_sync(thread);
+    const uint4 values = load_shared_16(source + place);
+    if (token + 8 * from + mine >= stop) continue;
+    u16* to = out + 8ll * from * p.n;
+    if (vectors) {
+      asm volatile("st.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(to), "r"(values.x), "r"(values.y), "r"(values.z), "r"(values.w) : "memory");
+    } else {
+      const u32 words[4] = {values.x, values.y, values.z, values.w};
 #pragma unroll
-    for (int c = 0; c < 4; ++c) values[c] = load_shared_16(source + c * BYTES);
-#pragma unroll
-    for (int c = from; c < from + 4 && c < NC; ++c) {
-      if (mine >= 8 || token + 8 * c + mine >= stop) continue;
-      u16* place = out + 8ll * c * p.n;
-      if (vectors) {
-        *reinterpret_cast<uint4*>(place) = values[c - from];
-      } else {
-        const u32 words[4] = {values[c - from].x, values[c - from].y, values[c - from].z, values[c - from].w};
-#pragma unroll
-        for (int e = 0; e < 8; ++e)
-          if (r + e < p.n) place[e] = static_cast<u16>(words[e >> 1] >> (16 * (e & 1)));
-      }
+      for (int e = 0; e < 8; ++e)
+        if (r + e < p.n) to[e] = static_cast<u16>(words[e >> 1] >> (16 * (e & 1)));
     }
   }
 }
 
-// Ends the sums of a warp: TILES row tiles from `row_tile`, NC columns of 8 tokens from `token`, none from `stop` on. `staging` is the
-// warp's shared memory.
+// Ends the sums of a warp: TILES row tiles from `row_tile`, NC columns of 8 tokens from `token`, none from `stop` on. `staging` is shared memory of
+// the warpgroup, whose warps come here together.
 template <int NC>
 __device__ __forceinline__ void finish(const MiddleParams& p, const Row (&rows)[2 * TILES], float (&v)[TILES][4 * NC], int row_tile, int token,
-                                       int stop, u32 staging, int lane) {
-  const int g = lane >> 2, first = 16 * row_tile, row = first + g;
+                                       int stop, u32 staging, int thread) {
 #pragma unroll
-  for (int i = 0; i < TILES; ++i) {
-    const Row low = rows[2 * i], high = rows[2 * i + 1];
+  for (int i = 0; i < 2 * TILES; ++i)
 #pragma unroll
-    for (int c = 0; c < NC; ++c) {
+    for (int c = 0; c < NC; ++c)
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-        v[i][4 * c + e] = v[i][4 * c + e] * low.factor + low.bias;
-        v[i][4 * c + 2 + e] = v[i][4 * c + 2 + e] * high.factor + high.bias;
+        float& sum = v[i >> 1][4 * c + 2 * (i & 1) + e];
+        sum = sum * rows[i].factor + rows[i].bias;
       }
-    }
-  }
-  if (p.parts > 0) {
-    scale_rows<NC>(v, rows, true);
-#pragma unroll 1
-    for (int q = 0; q < p.parts; ++q) {
-      const Part& part = p.part[q];
-      if (part.scale == 0 || part.row_start >= first + 16 * TILES || part.row_stop <= first) continue;
-      add_part<NC>(p, part, v, row, token, lane);
-    }
-    scale_rows<NC>(v, rows, false);
-  }
   if (p.float_out) {
-    store_floats<NC>(p, v, row, token, stop, lane);
+    store_floats<NC>(p, v, 16 * row_tile + ((thread & 31) >> 2), token, stop, thread & 31);
   } else {
-    store_rounded<NC>(p, v, first, token, stop, staging, lane);
+    store_rounded<NC>(p, v, 16 * (row_tile - (thread >> 5 & 3) * TILES), token, stop, staging, thread);
   }
 }

@@ -13,9 +13,7 @@ struct ShrinkParams {
   const u16* x;
   const u16* a;
   u16* h;
-  u32* x_ready;  // counted up to tell the next kernel that x is there
   int m, k, ranks, rank_groups, vectors;
-  u32 readers;  // blocks of the next kernel, which count there too
 };
 
 template <bool VECTORS>
@@ -73,7 +71,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) shrink(const __grid_con
       asm volatile("prefetch.global.L2 [%0];" ::"l"(p.a + static_cast<long long>(first + row) * p.k + column));
   }
   dependencies_wait();
-  if (p.x_ready != nullptr && blockIdx.x == 0 && thread == 0) count_up(p.x_ready, p.readers);
   float c[NT][4] = {};
   if (p.vectors) {
     accumulate<true>(p, a, x, from, to, first, token, lane, c);
