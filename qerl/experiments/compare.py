@@ -283,6 +283,12 @@ def _policy(cells: Sequence[Cell]) -> str:
 
 def _notes(cells: Sequence[Cell], with_config: Sequence[Cell]) -> list[str]:
     notes = [f"{cell['run']} is {cell['state']}: {cell['error']}" for cell in cells if cell.get("error")]
+    early = sorted({(int(cell["as_of"]), int(cell["planned_steps"] or 0)) for cell in cells if cell.get("as_of")})
+    notes += [
+        f"As of step {step} of {planned}: schedules of learning rate and noise are those of {planned} steps."
+        for step, planned in early
+        if step < planned
+    ]
     open_cells = [str(cell["run"]) for cell in cells if cell["state"] not in (*ENDED, "invalid")]
     if open_cells:
         notes.append(f"Not finished, and so without a result: {', '.join(open_cells)}.")

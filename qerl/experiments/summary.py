@@ -185,13 +185,15 @@ def _finals(run: RunDir) -> dict[str, Any]:
 
 
 def _questions(run: RunDir, data: RunData) -> dict[str, Any]:
-    """Right answers by question of the evaluations before and after, and of the final ones whose rows are there."""
-    sources = {}
+    """Right answers by question of the evaluations before, after and between (``step N``), and of the final ones whose rows are there."""
     samples = int(data.setting("eval.samples") or 1)
+    between = (point.step for point in data.evaluations if point.step > 0)
+    sources = {f"step {step}": (run.evaluations_dir / f"step-{step:06d}.jsonl", samples) for step in between}
     for name in ("before", "after"):
         found = (data.summary.get("evaluation") or {}).get(name)
         if found is not None and "step" in found:
             sources[name] = (run.evaluations_dir / f"step-{int(found['step']):06d}.jsonl", samples)
+            sources.pop(f"step {int(found['step'])}", None)
     for name, value in (run.read_json(run.final_path) or {}).items():
         sources[name] = (run.evaluations_dir / f"final-{name}.jsonl", int(value["policy"]["samples"]))
     found = {}

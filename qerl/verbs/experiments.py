@@ -97,8 +97,13 @@ def results(
         Path | None,
         typer.Option(metavar="RESULTS", help="Write RESULTS/<matrix>/<cell>/summary.json for each cell."),
     ] = None,
+    step: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=1, help="As of step N, after which cells were evaluated: an early look."),
+    ] = None,
 ) -> None:
     """Print the table of one or more matrices in Markdown, from the small summaries of their cells."""
+    from qerl.experiments.as_of import as_of_step
     from qerl.experiments.compare import compare_cells
     from qerl.experiments.folders import export_summaries, read_cells
     from qerl.experiments.table import markdown
@@ -108,4 +113,4 @@ def results(
         if write is not None:
             for path in export_summaries(cells, write):
                 stderr().print(f"written: {path}", markup=False)
-        typer.echo(markdown(compare_cells(cells)))
+        typer.echo(markdown(compare_cells(cells if step is None else as_of_step(cells, step))))

@@ -1,0 +1,45 @@
+"""A look at a matrix before its end."""
+
+from __future__ import annotations
+
+import pytest
+from matrix_builders import ARMS, write_matrix
+from typer.testing import CliRunner
+
+from qerl.cli import app
+from qerl.errors import ConfigError
+from qerl.experiments.as_of import as_of_step
+from qerl.experiments.compare import compare_cells
+from qerl.experiments.folders import read_cells
+from qerl.experiments.manifest import Manifest
+from qerl.experiments.runner import Orders, run_matrix
+
+
+def test_cells_are_compared_where_all_have_been_evaluated(tmp_path):
+    changes = {"train.steps": 3, "eval.every": 1}
+    path = write_matrix(tmp_path, arms=ARMS, set=changes, compare=[["plain", "noisy"]])
+    plan = run_matrix(path, [], tmp_path / "out", Orders(one_process=True), lambda text: None)
+    # The noisy cell as if it had been stopped after its second step.
+    Manifest(plan.out).set_state("noisy-s0", "stopped")
+    whole = read_cells([plan.out])
+    early = as_of_step(whole, 2)
+    plain, noisy = early.cells
+    at = {cell["run"]: {point["step"]: point["accuracy"] for point in cell["evaluations"]} for cell in whole.cells}
+    assert [cell["evaluations"][-1]["accuracy"] for cell in early.cells] == [at["plain-s0"][2], at["noisy-s0"][2]]
+    rows = plan.run(plan.cells[0]).read_evaluation(2)
+    right = "".join(str(int(row["answers"][0]["outcome"] == "correct")) for row in rows)
+    assert plain["questions"]["after"]["right"] == right
+    assert sum(map(int, noisy["questions"]["after"]["right"])) == round(8 * at["noisy-s0"][2])
+    assert max(plain["curves"]["reward"][0]) == 2 and plain["final"] == {} and plain["train_seconds"] > 0
+    (comparison,) = compare_cells(early)
+    assert [row.after for arm in comparison.arms for row in arm.seeds] == [at["plain-s0"][2], at["noisy-s0"][2]]
+    assert any("As of step 2 of 3" in note for note in comparison.notes)
+    pair = comparison.pairs[0]
+    assert pair.questions == 8 and pair.question_difference == pytest.approx(at["noisy-s0"][2] - at["plain-s0"][2])
+    last = as_of_step(whole, 3)
+    assert last.cells[0]["questions"]["after"] == whole.cells[0]["questions"]["after"]
+    with pytest.raises(ConfigError, match=r"no cell was evaluated after that step.*one of 1, 2, 3"):
+        as_of_step(whole, 7)
+    printed = CliRunner().invoke(app, ["results", str(plan.out), "--step", "2"])
+    assert printed.exit_code == 0 and "As of step 2 of 3" in printed.stdout
+    assert CliRunner().invoke(app, ["results", str(plan.out), "--step", "7"]).exit_code == 2
