@@ -116,7 +116,7 @@ def profile(engine: Engine, rows: int, context: int, replays: int = 4) -> dict[s
     workspace.table_RN[:rows, :columns] = pages.view(rows, columns)
 
     def step() -> None:
-        workspace.graphs.run((bucket, workspace._key), _no_capture)
+        workspace.graphs.run(workspace.graph_key(bucket, context), _no_capture)
         workspace.state.cursor_1.zero_()
 
     captured = device_times(step)

@@ -32,6 +32,10 @@ TOGETHER_PAGES = 8
 TOGETHER_ROWS = 64
 """Fewest rows of a step in which that is done."""
 
+SHORT_TOKENS, MANY_PAIRS = 2048, 288
+"""Where a step has so many rows times key/value heads, and no row more tokens than this, attention is told so: contexts that are not cut
+have a leaner kernel."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
@@ -181,20 +185,33 @@ class Workspace:
             longest: most tokens that a row has in the cache.
         """
         rows = self.step_rows(running)
+        columns = self._columns(rows, longest + steps)
         for index in range(steps):
             if self.graphs is None:
-                self._step(rows, longest + index)
+                self._step(rows, longest + index, columns)
             else:
-                self.graphs.run((rows, self._key), lambda: self._step(rows, 0))
+                self.graphs.run(self.graph_key(rows, longest + steps), lambda: self._step(rows, 0, columns))
         return self.state.close_window(steps, running)
 
-    def _step(self, rows: int, longest: int) -> None:
-        """One token for each of the first ``rows`` rows."""
+    def graph_key(self, rows: int, longest: int) -> Hashable:
+        """Names the captured step of so many rows, none of which has more than ``longest`` tokens when it is done."""
+        return rows, self._key, self._columns(rows, longest)
+
+    def _columns(self, rows: int, longest: int) -> int | None:
+        """Columns of the table that a captured step is told of; all when None. Fewer say how long a row may be, and nothing else."""
+        many = rows * self.model.spec.num_kv_heads >= MANY_PAIRS and not self.layout.whole_table
+        return SHORT_TOKENS // self.cache.page_tokens if many and longest <= SHORT_TOKENS else None
+
+    def _step(self, rows: int, longest: int, columns: int | None) -> None:
+        """One token for each of the first ``rows`` rows; ``columns`` as of ``_columns``, where steps are captured."""
         state, table_RN = self.state, self.table_RN
         samples = None
         if self._by_sample:
             samples = SampleRows(keys_S=state.sample_key_R[:rows], prompt_lengths_S=state.prompt_length_R[:rows])
-        columns = None if self.graphs is not None or self.layout.whole_table else longest // self.cache.page_tokens + 1
+        if self.layout.whole_table:
+            columns = None
+        elif self.graphs is None:
+            columns = longest // self.cache.page_tokens + 1
         context = DecodeContext(
             self.cache,
             state.length_R[:rows],

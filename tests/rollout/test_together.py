@@ -1,7 +1,7 @@
 """Which rows read which pages together: the groups that steps are told of, while answers of all lengths start, move and end."""
 
 import pytest
-from rollout_builders import PAGE, PAGE_BYTES, load_tiny, make_prompts
+from rollout_builders import EOS_IDS, PAGE, PAGE_BYTES, load_tiny, make_prompts
 
 from qerl.errors import ConfigError
 from qerl.kernels.cached_attention import reference
@@ -12,6 +12,7 @@ from qerl.rollout import engine as engine_module
 from qerl.rollout import workspace
 from qerl.rollout.engine import Engine
 from qerl.rollout.pages import PageBook
+from qerl.rollout.workspace import Layout, Workspace
 
 SPEC = SamplingSpec(max_new_tokens=18, seed=4)
 
@@ -105,6 +106,30 @@ def test_large_groups_are_cut_evenly_and_single_rows_left_out():
     assert book.groups(8, 1) == [[0, 1, 3, 4, 5, 6, 7]]
     assert book.shared[1] == 3
     assert book.shared[8] == 0
+
+
+def test_steps_of_many_rows_are_captured_for_short_contexts_and_for_all(qwen2_folder):
+    """Two key/value heads: 144 rows are many."""
+    model = load_tiny(qwen2_folder)
+
+    def keys(rows, *, whole_table=False):
+        layout = Layout(
+            rows=160,
+            pages=161,
+            page_tokens=64,
+            columns=40,
+            window=8,
+            buckets=None,
+            graphs=False,
+            kv_dtypes=(model.dtype,) * 2,
+            whole_table=whole_table,
+        )
+        space = Workspace(model, EOS_IDS, layout, model.device)
+        return [space.graph_key(rows, longest) for longest in (9, 2048, 2049, 2500)]
+
+    short, edge, long, longer = keys(144)
+    assert short == edge != long == longer
+    assert len(set(keys(143))) == len(set(keys(144, whole_table=True))) == 1
 
 
 def test_rows_that_read_together_and_static_shapes_exclude_each_other(qwen2_folder):
