@@ -194,6 +194,14 @@ def test_parts_fill_the_device_and_no_row_has_more_than_it_has_room_for(rows):
     assert plan_for(rows, 4, 132, 1).most == 1
 
 
+@pytest.mark.parametrize("rows", [72, 96, 128, 256, 512])
+def test_many_rows_of_at_most_two_thousand_tokens_are_never_cut(rows):
+    """What is not cut has a leaner kernel: a launch without sums in memory, with a program for each row and head."""
+    plan = plan_for(rows, 4, 132, LONG_TILES)
+    assert plan == Plan(first=1, most=1, programs=4 * rows)
+    assert plan_for(rows, 4, 132, LONG_TILES + 1).most > 1
+
+
 def test_one_long_context_is_cut_finely_however_many_short_ones_stand_beside_it():
     assert plan_for(1, 4, 132, 513) == Plan(first=64, most=64, programs=256)
     assert plan_for(64, 4, 132, 513).programs == 264
