@@ -115,7 +115,7 @@ class PairRow:
     def verdict(self) -> str:
         """In words, from the interval over seeds: that alone speaks of training again."""
         if self.over_seeds is None:
-            return "no seed in common"
+            return "no finished seed in common"
         if self.over_seeds.low is None or self.over_seeds.high is None:
             return "no interval"
         if self.over_seeds.low > 0:

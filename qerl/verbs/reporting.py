@@ -19,7 +19,7 @@ REPORT_EXAMPLES = (
     "runs/nvfp4 --baseline runs/bf16",
     "runs/bf16 runs/nvfp4 --out both.html",
     "runs/mechanism",
-    "results/mechanism --out mechanism.html",
+    "results/mechanism --step 30 --out mechanism.html",
 )
 
 
@@ -43,6 +43,9 @@ def report(
             metavar="ACCURACY", min=0, max=1, help="Accuracy set beforehand, as a fraction; a matrix has its own."
         ),
     ] = None,
+    step: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Of several: as they were after step N, an early look.")
+    ] = None,
 ) -> None:
     """Write one self-contained HTML page about a run, or about several runs and the arms of a matrix."""
     if out is not None:
@@ -58,10 +61,13 @@ def report(
     from qerl.metrics.run_dir import RunDir
 
     if len(folders) == 1 and RunDir(folders[0]).holds_a_run():
+        if step is not None:
+            raise ConfigError("--step is for the report of several runs", got=folders[0])
         _report_of_one(Path(folders[0]), out, target, baseline)
         return
     if baseline is not None:
         raise ConfigError("--baseline is for the report of one run", got=" ".join(folders))
+    from qerl.experiments.as_of import as_of_step
     from qerl.experiments.compare import compare_cells
     from qerl.experiments.folders import read_cells
     from qerl.report.arms import write_arms_report
@@ -69,7 +75,7 @@ def report(
     if len(folders) > 1 and out is None:
         raise ConfigError("a report of several runs needs a place", remedy="Add --out FILE.html")
     collection = read_cells([Path(folder) for folder in folders])
-    comparisons = compare_cells(collection, target=target)
+    comparisons = compare_cells(collection if step is None else as_of_step(collection, step), target=target)
     print_facts({"report": write_arms_report(comparisons, out or Path(folders[0]) / "report.html")})
 
 

@@ -43,3 +43,8 @@ def test_cells_are_compared_where_all_have_been_evaluated(tmp_path):
     printed = CliRunner().invoke(app, ["results", str(plan.out), "--step", "2"])
     assert printed.exit_code == 0 and "As of step 2 of 3" in printed.stdout
     assert CliRunner().invoke(app, ["results", str(plan.out), "--step", "7"]).exit_code == 2
+    page = tmp_path / "page.html"
+    assert CliRunner().invoke(app, ["report", str(plan.out), "--step", "2", "--out", str(page)]).exit_code == 0
+    assert "As of step 2 of 3" in page.read_text()
+    one = CliRunner().invoke(app, ["report", str(plan.out / "plain-s0"), "--step", "2"])
+    assert one.exit_code == 2 and "several runs" in " ".join(one.stderr.split())

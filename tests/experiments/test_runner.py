@@ -114,7 +114,7 @@ def test_a_failed_cell_is_shown_with_what_it_did_and_counts_as_collapsed(done):
     assert "noisy" in by_key["noisy-lr0.001"].noise_effect
     (pair, other) = comparison.pairs
     assert pair.questions == 8 and pair.over_seeds is not None and pair.over_seeds.low is None
-    assert other.over_seeds is None and other.verdict == "no seed in common"
+    assert other.over_seeds is None and other.verdict == "no finished seed in common"
 
 
 def test_committed_summaries_give_the_table_of_the_run_folders(done, tmp_path):
