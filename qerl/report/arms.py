@@ -69,6 +69,7 @@ def render_arms(comparisons: Sequence[Comparison]) -> str:
         if len(comparisons) == 1
         else ", ".join(dict.fromkeys(comparison.title for comparison in comparisons)),
         spread_percent=spread_percent,
+        seeds_text=seeds_text,
         spread_points=spread_points,
         target_text=target_text,
         color_of=color_of,
@@ -126,8 +127,17 @@ def _quality_card(comparison: Comparison) -> Card:
 def _short_target(row: TargetRow | None) -> str:
     if row is None or row.count == 0:
         return NONE
-    known = text.seconds(row.value) if row.value is not None else f"> {text.seconds(row.above)}"
+    if row.value is not None:
+        known = text.seconds(row.value)
+    else:
+        known = f"> {text.seconds(row.above)}" if row.above is not None else "not reached"
     return f"{known} · {row.reached} of {row.count}"
+
+
+def seeds_text(arm: ArmRow) -> str:
+    """Runs with a result; of how many, where some have none."""
+    ended = sum(row.after is not None for row in arm.seeds)
+    return str(ended) if ended == len(arm.seeds) else f"{ended} of {len(arm.seeds)}"
 
 
 def _costs(comparison: Comparison) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 from fake_cells import settings_of, write_fake_matrix
@@ -15,7 +16,7 @@ from qerl.cli import app
 from qerl.experiments.compare import compare_cells
 from qerl.experiments.folders import Collection, read_cells
 from qerl.experiments.pairs import spread
-from qerl.report.arms import render_arms, target_text
+from qerl.report.arms import render_arms, seeds_text, target_text
 from qerl.report.comparison import TargetRow
 
 
@@ -197,3 +198,10 @@ def test_intervals_of_shares_end_at_nothing_and_at_all():
     assert found.high == 1.0 and 0.0 < found.low < 0.9
     assert spread([0.9, 0.99]).high > 1.0
     assert spread([0.0, 0.05], share=True).low == 0.0
+
+
+def test_runs_without_a_result_are_told_from_those_with_one(comparison):
+    arm = comparison.arms[0]
+    assert seeds_text(arm) == str(len(arm.seeds))
+    open_seed = replace(arm.seeds[0], after=None)
+    assert seeds_text(replace(arm, seeds=(open_seed, *arm.seeds[1:]))) == f"{len(arm.seeds) - 1} of {len(arm.seeds)}"
