@@ -27,7 +27,7 @@ from qerl.rollout.row_noise import DecodeNoise, KeyedDecodeNoise, fits_tables
 from qerl.rollout.row_state import Look, RowState
 from qerl.rollout.sampler import choose
 
-TOGETHER_PAGES = 8
+TOGETHER_PAGES = 16
 """Fewest full pages of a prompt that a kernel reads once for the rows that share them."""
 TOGETHER_ROWS = 64
 """Fewest rows of a step in which that is done."""
