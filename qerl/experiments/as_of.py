@@ -29,6 +29,14 @@ def as_of_step(collection: Collection, step: int) -> Collection:
     return replace(collection, cells=cells)
 
 
+def common_steps(collection: Collection) -> dict[int, int]:
+    """Step -> how many cells without a result were evaluated after it; nothing where a cell has ended."""
+    if any(cell["state"] in ("finished", "trained") for cell in collection.cells):
+        return {}
+    steps = [point["step"] for cell in collection.cells for point in cell["evaluations"] if point["step"] > 0]
+    return {step: steps.count(step) for step in sorted(set(steps))}
+
+
 def _as_of(cell: dict[str, Any], step: int) -> dict[str, Any]:
     """One cell; one without an evaluation there is open, with nothing after its start."""
     points = [point for point in cell["evaluations"] if point["step"] <= step]

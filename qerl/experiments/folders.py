@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,27 +47,31 @@ def read_cells(paths: Sequence[Path]) -> Collection:
         known = Manifest(path).read() if (path / MATRIX_NAME).exists() else {"cells": {}}
         if "plan" in known:
             plans[str(known["matrix"])] = {key: known[key] for key in PLAN_KEYS if key in known}
+        labels = {arm["name"]: arm.get("label") for arm in (known.get("plan") or {}).get("arms", ())}
         names = list(known["cells"]) or [folder.name for folder in sorted(path.iterdir()) if folder.is_dir()]
-        found = [cell for name in names if (cell := _cell(path / name, known["cells"].get(name))) is not None]
+        found = [cell for name in names if (cell := _cell(path / name, known["cells"].get(name), labels)) is not None]
         cells += [cell | {"matrix": known["matrix"]} if "matrix" in known else cell for cell in found]
     return Collection(cells=tuple(cells), plans=plans)
 
 
-def _cell(folder: Path, entry: dict[str, Any] | None) -> dict[str, Any] | None:
+def _cell(folder: Path, entry: dict[str, Any] | None, labels: Mapping[str, str | None]) -> dict[str, Any] | None:
     """Summary of one cell; of one that never began what the manifest says; None for a folder that is no cell."""
     if RunDir(folder).cell_path.exists() or (folder / SUMMARY_FILE).exists() or RunDir(folder).holds_a_run():
         summary = load_summary(folder)
-        return summary if entry is None else summary | _known(folder.name, entry, summary)
+        return summary if entry is None else summary | _known(folder.name, entry, summary, labels)
     if entry is None:
         return None
     empty = {"evaluations": [], "final": {}, "questions": {}, "curves": {}, "steps": 0, "warnings": [], "config": None}
-    return empty | {"matched": None, "protocol": None} | _known(folder.name, entry, {})
+    return empty | {"matched": None, "protocol": None} | _known(folder.name, entry, {}, labels)
 
 
-def _known(name: str, entry: dict[str, Any], summary: dict[str, Any]) -> dict[str, Any]:
+def _known(
+    name: str, entry: dict[str, Any], summary: dict[str, Any], labels: Mapping[str, str | None]
+) -> dict[str, Any]:
     """What the manifest knows better than a summary that may be older."""
     facts = {key: entry[key] for key in ("arm", "seed", "phase", "axes", "state") if key in entry}
-    label = summary.get("label") if summary.get("arm") == facts.get("arm") else facts.get("arm")
+    own = summary.get("label") if summary.get("arm") == facts.get("arm") and summary.get("steps") else None
+    label = own or labels.get(str(facts.get("arm"))) or facts.get("arm")
     error = entry.get("error") or entry.get("problem") or summary.get("error")
     return facts | {"run": name, "label": label, "error": error}
 

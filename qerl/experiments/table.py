@@ -63,7 +63,14 @@ def _arm(comparison: Comparison, arm: ArmRow, finals: Sequence[str]) -> list[str
 
 
 def _pairs(comparison: Comparison) -> str:
-    head = ["Difference", "Over seeds, points", "Verdict", "Over questions, points", "McNemar p by seed", "Detectable"]
+    head = [
+        "Difference",
+        "Over seeds, points",
+        "Verdict",
+        "Over questions, points",
+        "McNemar p by seed",
+        "Detectable, planned seeds",
+    ]
     return _table(head, [_pair(row) for row in comparison.pairs])
 
 

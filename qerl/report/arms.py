@@ -82,7 +82,8 @@ def heading(comparison: Comparison) -> str:
     if comparison.protocol is None:
         return comparison.title
     phase = {"tune": ", trials", "final": ", final runs"}.get(comparison.phase, "")
-    return f"{comparison.title}: {comparison.protocol.replace('_', ' ')}{phase}"
+    protocol = comparison.protocol.replace("_", " ")
+    return f"{comparison.title}{phase}" if comparison.title == protocol else f"{comparison.title}: {protocol}{phase}"
 
 
 def cards(comparison: Comparison) -> list[Card]:

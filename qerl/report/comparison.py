@@ -117,7 +117,7 @@ class PairRow:
         if self.over_seeds is None:
             return "no finished seed in common"
         if self.over_seeds.low is None or self.over_seeds.high is None:
-            return "no interval"
+            return "one seed" if len(self.over_seeds.values) == 1 else "no interval"
         if self.over_seeds.low > 0:
             return "higher"
         return "lower" if self.over_seeds.high < 0 else "not distinguishable"

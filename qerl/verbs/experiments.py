@@ -87,6 +87,8 @@ def matrix(
     if not own_process:
         counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
         typer.echo(f"{plan.out}: {counts}")
+        if any(state not in ("waiting", "invalid") for state in states):
+            typer.echo(f"the table: qerl results {plan.out}    a page: qerl report {plan.out}")
     if "failed" in states or any(item.problem is not None for item in chosen):
         raise typer.Exit(1)
 
@@ -103,7 +105,7 @@ def results(
     ] = None,
 ) -> None:
     """Print the table of one or more matrices in Markdown, from the small summaries of their cells."""
-    from qerl.experiments.as_of import as_of_step
+    from qerl.experiments.as_of import as_of_step, common_steps
     from qerl.experiments.compare import compare_cells
     from qerl.experiments.folders import export_summaries, read_cells
     from qerl.experiments.table import markdown
@@ -114,3 +116,7 @@ def results(
             for path in export_summaries(cells, write):
                 stderr().print(f"written: {path}", markup=False)
         typer.echo(markdown(compare_cells(cells if step is None else as_of_step(cells, step))))
+        for at, count in common_steps(cells).items() if step is None else ():
+            typer.echo(
+                f"* {count} cell{'s' if count > 1 else ''} without a result yet: evaluated after step {at}. Add --step {at}."
+            )

@@ -124,7 +124,7 @@ def _export_run(
     if weights == "plain" and config.quant.format != "bf16":
         warn(
             f"the adapter was trained on {config.quant.format} weights and is merged into the plain ones: another policy. "
-            f"Measure it (`qerl eval {out}`), or add --weights trained"
+            f"Measure it (`qerl eval {out} --data {config.data.eval or 'FILE'}`), or add --weights trained"
         )
     _merge(
         require_model_path(config),
