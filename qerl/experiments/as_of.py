@@ -25,6 +25,7 @@ def as_of_step(collection: Collection, step: int) -> Collection:
             "no cell was evaluated after that step",
             got=f"--step {step}",
             expected=f"one of {', '.join(map(str, known))}" if known else "cells with evaluations",
+            remedy="Give one of these steps" if known else "Wait until cells have been evaluated",
         )
     return replace(collection, cells=cells)
 

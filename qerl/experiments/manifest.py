@@ -44,10 +44,17 @@ class Manifest:
             damage = next(
                 (f"no {key}" for key in ("cells", "matched", "choices") if not isinstance(value.get(key), dict)), None
             )
-        except (ValueError, TypeError) as error:
+            if damage is None:
+                damage = next((f"cell {n}" for n, e in value["cells"].items() if not isinstance(e, dict)), None)
+        except (ValueError, TypeError, OSError) as error:
             damage = str(error)
         if damage is not None:
-            raise RunFolderError("the manifest of the matrix is damaged", got=f"{self.path}: {damage}")
+            raise RunFolderError(
+                "the manifest of the matrix is damaged",
+                got=f"{self.path}: {damage}",
+                expected="the file that `qerl matrix` wrote",
+                remedy="Restore it from portable/ or a copy, or choose another --out",
+            )
         return value
 
     @contextmanager

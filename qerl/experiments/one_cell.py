@@ -92,7 +92,7 @@ def _train_and_evaluate(plan: Plan, cell: Cell, run: RunDir, deadline: Deadline)
                 config,
                 resume=resume,
                 deadline=deadline,
-                before=lambda trainer: evaluate_before(trainer, plan.out),
+                before=lambda trainer, stop: evaluate_before(trainer, stop, plan.out),
                 after=lambda trainer, stop: finals(from_trainer(trainer), stop),
             )
         finally:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -107,7 +107,24 @@ def open_plan(path: Path, settings: Sequence[str], out: Path | None, *, data: bo
     _refuse_one_problem_of_all(checked)
     plan = Plan(path=path, settings=tuple(settings), matrix=matrix, out=folder, cells=checked, manifest=manifest)
     _check_begun(plan)
+    _check_finals(plan, known)
     return plan
+
+
+def _check_finals(plan: Plan, known: Mapping[str, Any]) -> None:
+    """Refuse an evaluation of trained models that has changed since some were made under its name."""
+    if not any(entry.get("state") in ("finished", "trained") for entry in known["cells"].values()):
+        return
+    before = {spec["name"]: spec for spec in (known.get("plan") or {}).get("final", ())}
+    for spec in plan.matrix.final:
+        now = spec.model_dump(mode="json")
+        if spec.name in before and {"data": None} | before[spec.name] != now:
+            raise ConfigError(
+                "an evaluation of trained models has changed that some cells have had",
+                got=f"final: {now}",
+                expected=f"{before[spec.name]}",
+                remedy="Give the changed one another name, or choose another --out",
+            )
 
 
 def _refuse_one_problem_of_all(cells: Sequence[Cell]) -> None:
@@ -193,8 +210,10 @@ def _data_problem(text: str, others: tuple[str, ...]) -> str | None:
         if config.data.eval is not None:
             load_prompts(config, tokenizer, config.data.eval, "test", config.data.eval_limit)
         for source in others:
-            if not load_prompts(config, tokenizer, source, "test", None)[0]:
-                return f"data set {source} of final: every prompt is longer than rollout.max_prompt_tokens"
+            try:
+                load_prompts(config, tokenizer, source, "test", None)
+            except QerlError as error:
+                return f"final, data set {source!r}: {_shortened(str(error))}"
     except QerlError as error:
         return _shortened(str(error))
     return None

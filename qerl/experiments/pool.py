@@ -14,6 +14,8 @@ from qerl.errors import RunStopped
 from qerl.experiments.cells import Cell
 from qerl.experiments.plan import Plan
 from qerl.experiments.process import LOOK_SECONDS, Child, Ending
+from qerl.experiments.watch import AT_WORK
+from qerl.metrics.run_lock import is_held
 from qerl.train.stop import StopRequest
 
 
@@ -55,14 +57,21 @@ class Pool:
     def start(self, cell: Cell, arguments: Sequence[str], seconds: float | None) -> None:
         """Begin a cell on the device with the fewest."""
         device = min(self._devices, key=self._load, default=None)
-        beside = [other for other in self.running if other.device == device]
-        if beside:
-            for name in (cell.name, *(other.cell.name for other in beside)):
-                self._plan.manifest.note(name, shared_device=True)
+        self._plan.manifest.note(cell.name, device=device)
+        beside = [name for name in self._at_work(device) if name != cell.name]
+        for name in (cell.name, *beside) if beside else ():
+            self._plan.manifest.note(name, shared_device=True)
         child = Child(
             self._plan, ["--cell", cell.name, *arguments], seconds, device, cell.name if self._jobs > 1 else None
         )
         self.running.append(Running(cell=cell, child=child, device=device))
+
+    def _at_work(self, device: str | None) -> list[str]:
+        """Cells at work on a device, those of other processes of this folder among them."""
+        own = [other.cell.name for other in self.running if other.device == device]
+        entries = self._plan.manifest.read()["cells"].items()
+        theirs = [name for name, entry in entries if entry.get("device") == device and name not in own]
+        return own + [name for name in theirs if is_held(self._plan.out / AT_WORK / name)]
 
     def _load(self, device: str) -> int:
         return sum(other.device == device for other in self.running)

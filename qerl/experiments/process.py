@@ -72,6 +72,7 @@ class Child:
         command += ["--one-process", "--own-process", "--no-portable", *arguments]
         if seconds is not None:
             command += ["--max-minutes", f"{max(seconds - STARTING_SECONDS, 0.0) / 60:.4f}"]
+        self._name = name
         environment = os.environ if device is None else {**os.environ, "CUDA_VISIBLE_DEVICES": device}
         # A file: of several processes none waits until somebody reads its pipe.
         self._errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 (closed by result)
@@ -117,7 +118,8 @@ class Child:
         self._errors.seek(0)
         text = self._errors.read()
         self._errors.close()
-        sys.stderr.write(text)
+        before = "" if self._name is None else f"{self._name}: "
+        sys.stderr.write("".join(before + line for line in text.splitlines(keepends=True)))
         last = text.strip().splitlines()[-1:] or ["no message"]
         return Ending(code=code, last_words=last[0])
 

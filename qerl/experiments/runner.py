@@ -67,7 +67,7 @@ def run_matrix(path: Path, settings: Sequence[str], out: Path | None, orders: Or
     """
     deadline = Deadline(None if orders.max_minutes is None else 60 * orders.max_minutes - RESERVED_SECONDS)
     plan = open_plan(path, settings, out, data=not orders.own_process)
-    _check_orders(plan, orders)
+    check_orders(plan, orders)
     if not orders.own_process:
         record_plan(plan)
     for cell in plan.cells:
@@ -133,7 +133,8 @@ def _run_pool(plan: Plan, orders: Orders, deadline: Deadline, say: Say) -> Plan:
             pool.wait()
             for cell, ending in pool.take_ended():
                 state = _ended(plan, cell, ending)
-                say(f"{cell.name}: {state}")
+                error = plan.manifest.cell(cell.name).get("error") if state == "failed" else None
+                say(f"{cell.name}: {state}" + (f": {error}. --retry runs it again" if error else ""))
                 look, over = True, over or state in UNDONE
 
 
@@ -156,7 +157,12 @@ def _what_is_due(
     return plan, [cell for cell in _selected(plan, orders) if cell.name not in tried and _is_due(plan, cell, orders)]
 
 
-def _check_orders(plan: Plan, orders: Orders) -> None:
+def check_orders(plan: Plan, orders: Orders) -> None:
+    """Refuse orders that the plan cannot follow.
+
+    Raises:
+        ConfigError: an unknown cell, orders that exclude each other, or with ``strict`` a cell that cannot run.
+    """
     if orders.jobs > 1 and orders.one_process:
         raise ConfigError("cells in one process run one after another", got=f"--jobs {orders.jobs} --one-process")
     names = [cell.name for cell in plan.cells]

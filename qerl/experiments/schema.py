@@ -80,6 +80,8 @@ class FinalConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> FinalConfig:
+        if self.name in ("before", "after"):
+            raise ValueError(f"evaluation name {self.name!r} is that of the evaluations of training itself")
         if not NAME.fullmatch(self.name):
             raise ValueError(f"evaluation name {self.name!r} may hold letters, digits, _ . + and no -")
         if self.samples > 1 and self.temperature == 0:

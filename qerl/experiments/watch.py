@@ -12,6 +12,7 @@ from typing import Any, Literal
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.live import Live
+from rich.markup import escape
 from rich.table import Table
 
 from qerl.experiments.manifest import Manifest
@@ -100,6 +101,7 @@ def watch_matrix(
             if any(line.at_work for line in lines):
                 quiet_since = clock()
             elif clock() - quiet_since > QUIET_SECONDS:
+                console.print("no cell is at work; the matrix command goes on", markup=False)
                 return "stopped"
             sleep(every)
     except KeyboardInterrupt:
@@ -143,7 +145,7 @@ def _line(folder: Path, name: str, entry: Mapping[str, Any]) -> CellLine:
 
 
 def _number(value: Any, form: str) -> str:
-    return "" if value is None else form.format(value)
+    return form.format(value) if isinstance(value, (int, float)) else ""
 
 
 def _table(lines: Sequence[CellLine]) -> Table:
@@ -155,7 +157,7 @@ def _table(lines: Sequence[CellLine]) -> Table:
     for index, heading in enumerate(HEADINGS):
         table.add_column(heading, no_wrap=True, justify="left" if index < 2 else "right")
     for line in lines:
-        table.add_row(*line.texts, style="bold" if line.at_work else None)
+        table.add_row(*map(escape, line.texts), style="bold" if line.at_work else None)
     return table
 
 

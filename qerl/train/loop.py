@@ -69,7 +69,7 @@ class Trainer:
     began: float
     """Clock reading up to which ``state.wall_seconds`` counts."""
     peak_kv_bytes: int = 0
-    evaluate_before: Callable[[Trainer], dict[str, float]] | None = None
+    evaluate_before: Callable[[Trainer, StopRequest], dict[str, float]] | None = None
     """Makes the evaluation before training, or takes one over that is known, and gives its metrics; None makes it."""
     unscored_note: str | None = None
     """Why the last unscorable answer could not be scored."""
@@ -80,7 +80,7 @@ class Trainer:
         for text in config_warnings(config):
             self.warn(text)
         if state.step == 0 and config.eval.before and self.eval_prompts:
-            first = self.evaluate("before") if self.evaluate_before is None else self.evaluate_before(self)
+            first = self.evaluate("before") if self.evaluate_before is None else self.evaluate_before(self, stop)
             self.finish_step(first | {"policy_version": 0}, save=False)
         if deadline is not None:
             deadline.restart()

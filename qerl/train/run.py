@@ -48,7 +48,7 @@ def train(
     resume: bool = False,
     stop_after: int | None = None,
     deadline: Deadline | None = None,
-    before: Callable[[Trainer], dict[str, float]] | None = None,
+    before: Callable[[Trainer, StopRequest], dict[str, float]] | None = None,
     after: Callable[[Trainer, StopRequest], None] | None = None,
 ) -> Path:
     """Train as ``config`` says and return the run folder.

@@ -17,7 +17,7 @@ MATRIX_EXAMPLES = (
     "configs/matrix/mechanism.yaml --cell nvfp4-s0",
     "configs/matrix/mechanism.yaml --jobs 4",
 )
-RESULTS_EXAMPLES = ("results/mechanism", "runs/mechanism --write results")
+RESULTS_EXAMPLES = ("results/mechanism --step 30", "runs/mechanism --write results")
 
 
 def matrix(
@@ -60,14 +60,8 @@ def matrix(
         raise ConfigError("one matrix file is needed", got=", ".join(files) or "none", remedy="Name it first")
     settings = [item for item in arguments if "=" in item]
     from qerl.experiments.plan import open_plan, plan_lines
-    from qerl.experiments.runner import Orders, run_matrix
+    from qerl.experiments.runner import Orders, check_orders, run_matrix
 
-    if dry_run:
-        plan = open_plan(Path(files[0]), settings, out)
-        typer.echo("\n".join(plan_lines(plan)))
-        if any(cell.problem is not None for cell in plan.cells):
-            raise typer.Exit(1)
-        return
     orders = Orders(
         only=tuple(cell or ()),
         max_minutes=max_minutes,
@@ -79,6 +73,15 @@ def matrix(
         portable=portable,
         own_process=own_process,
     )
+    if dry_run:
+        if match:
+            raise ConfigError("a dry run finds no temperatures", got="--dry-run --match", remedy="Leave one out")
+        plan = open_plan(Path(files[0]), settings, out)
+        check_orders(plan, orders)
+        typer.echo("\n".join(plan_lines(plan)))
+        if any(item.problem is not None for item in plan.cells):
+            raise typer.Exit(1)
+        return
     # The matrix that has started this process does the talking.
     say = (lambda text: None) if own_process else (lambda text: stderr().print(text, markup=False))
     plan = run_matrix(Path(files[0]), settings, out, orders, say)
@@ -110,6 +113,12 @@ def results(
     from qerl.experiments.folders import export_summaries, read_cells
     from qerl.experiments.table import markdown
 
+    if write is not None and step is not None:
+        raise ConfigError(
+            "--write keeps whole summaries, whatever step is looked at",
+            got=f"--step {step} --write {write}",
+            remedy="Leave one out",
+        )
     for folder in folders:
         cells = read_cells([folder])
         if write is not None:

@@ -43,6 +43,8 @@ def test_cells_are_compared_where_all_have_been_evaluated(tmp_path):
     printed = CliRunner().invoke(app, ["results", str(plan.out), "--step", "2"])
     assert printed.exit_code == 0 and "As of step 2 of 3" in printed.stdout
     assert CliRunner().invoke(app, ["results", str(plan.out), "--step", "7"]).exit_code == 2
+    both = CliRunner().invoke(app, ["results", str(plan.out), "--step", "2", "--write", str(tmp_path / "written")])
+    assert both.exit_code == 2 and not (tmp_path / "written").exists()
     page = tmp_path / "page.html"
     assert CliRunner().invoke(app, ["report", str(plan.out), "--step", "2", "--out", str(page)]).exit_code == 0
     assert "As of step 2 of 3" in page.read_text()

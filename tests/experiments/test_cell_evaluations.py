@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -14,9 +15,15 @@ from qerl.config.load import load_config
 from qerl.errors import ConfigError
 from qerl.experiments.plan import open_plan
 from qerl.experiments.runner import Orders, run_matrix
-from qerl.experiments.shared import evaluate_before
+from qerl.experiments.shared import FOLDER, evaluate_before
 from qerl.metrics.run_dir import RunDir
 from qerl.train.run import train
+
+OTHER_ANSWERS = {
+    "wide": {"model.stream_dtype": "float32"},
+    "fp8": {"rollout.kv_format": "fp8"},
+    "warm": {"rollout.temperature": 0.9},
+}
 
 
 def test_cells_of_one_base_share_the_evaluation_before_training(tmp_path):
@@ -48,7 +55,7 @@ def test_cells_of_one_base_share_the_evaluation_before_training(tmp_path):
 
 def test_a_cell_waits_for_the_evaluation_that_another_is_making(tmp_path):
     config = load_config(None, ["model.path=none", "eval.temperature=0"])
-    made = []
+    made, going_on = [], SimpleNamespace(requested=False)
 
     def trainer(name):
         run = RunDir(tmp_path / name)
@@ -67,14 +74,34 @@ def test_a_cell_waits_for_the_evaluation_that_another_is_making(tmp_path):
 
     trainers = [trainer(f"cell{i}") for i in range(3)]
     with ThreadPoolExecutor(3) as pool:
-        metrics = list(pool.map(lambda t: evaluate_before(t, tmp_path), trainers))
+        metrics = list(pool.map(lambda t: evaluate_before(t, going_on, tmp_path), trainers))
     assert len(made) == 1 and metrics == [{"eval/accuracy": 0.5}] * 3
     assert [t.run.read_evaluation(0) for t in trainers] == [[{"answer": made[0]}]] * 3
     taken = [t.state.evaluations["before"].get("taken_from") for t in trainers]
     assert sorted(taken, key=str) == sorted([None, made[0], made[0]], key=str)
+    # What is kept and cannot be read is made again; a stop ends the wait for another cell.
+    (kept,) = (path for path in (tmp_path / FOLDER).iterdir() if path.is_dir())
+    (kept / "evaluation.json").write_text("{")
+    evaluate_before(trainers[1], going_on, tmp_path)
+    assert made[1:] == ["cell1"] and "taken_from" not in trainers[1].state.evaluations["before"]
+    with kept.with_suffix(".lock").open("r+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(KeyboardInterrupt):
+            evaluate_before(trainers[2], SimpleNamespace(requested=True), tmp_path)
     trainers[0].state.base_hash = "another"
-    evaluate_before(trainers[0], tmp_path)
-    assert made[1:] == ["cell0"]
+    evaluate_before(trainers[0], going_on, tmp_path)
+    assert made[2:] == ["cell0"]
+
+
+def test_settings_that_change_answers_have_evaluations_of_their_own(tmp_path):
+    arms = [ARMS[0], *({"name": name, "set": {**ARMS[0]["set"], **change}} for name, change in OTHER_ANSWERS.items())]
+    path = write_matrix(tmp_path, arms=arms, set={"train.steps": 1})
+    plan = run_matrix(path, [], tmp_path / "out", Orders(one_process=True), lambda text: None)
+    before = {c.arm.name: plan.run(c).read_json("summary.json")["evaluation"]["before"] for c in plan.cells}
+    assert {name: found.get("taken_from") for name, found in before.items()} == {
+        **dict.fromkeys(("plain", *OTHER_ANSWERS)),
+        "warm": "plain-s0",
+    }
 
 
 def test_a_trained_model_answers_questions_of_another_set_too(tmp_path):

@@ -126,6 +126,7 @@ def test_a_choice_is_not_judged_on_the_seeds_that_made_it(tmp_path):
         (r"needs `tuning", {"protocol": "best_recipe"}),
         (r"has no tuning", {"tuning": {"seeds": [4]}}),
         (r"greedy answers would all be the same", {"final": [{"name": "avg", "samples": 4}]}),
+        (r"'after' is that of the evaluations of training", {"final": [{"name": "after"}]}),
         (r"target is missing", {"target": None}),
         (
             r"asks for it to be found",

@@ -26,6 +26,24 @@ def test_a_dry_run_lists_the_cells_and_makes_nothing(tmp_path):
     assert result.exit_code == 1
     assert "broken-s0  INVALID: lora.rank" in result.output and "plain-s0   waiting" in result.output
     assert not (tmp_path / "out").exists()
+    for orders, words in (
+        (["--cell", "plain-s9"], "no such cell"),
+        (["--strict"], "cells cannot run"),
+        (["--jobs", "2", "--one-process"], "one after another"),
+        (["--match"], "finds no temperatures"),
+    ):
+        refused = qerl("matrix", path, "--out", tmp_path / "out", "--dry-run", *orders)
+        assert refused.exit_code == 2 and words in " ".join(refused.stderr.split()), orders
+
+
+def test_an_evaluation_that_has_changed_since_some_cells_had_it_is_refused(tmp_path):
+    finals = [{"name": "sampled", "temperature": 1.0}]
+    path = write_matrix(tmp_path, arms=ARMS[:1], set={"train.steps": 1}, final=finals)
+    assert qerl("matrix", path, "--out", tmp_path / "out", "--one-process").exit_code == 0
+    assert qerl("matrix", path, "--out", tmp_path / "out", "--one-process").exit_code == 0
+    write_matrix(tmp_path, arms=ARMS[:1], set={"train.steps": 1}, final=[{"name": "sampled", "temperature": 0.5}])
+    refused = qerl("matrix", path, "--out", tmp_path / "out", "--one-process")
+    assert refused.exit_code == 2 and "has changed that some cells have had" in " ".join(refused.stderr.split())
 
 
 def test_mistakes_end_in_a_message(tmp_path):
