@@ -15,8 +15,20 @@ from qerl.metrics.files import output_errors, write_json
 from qerl.metrics.run_dir import MATRIX_NAME
 
 SCHEMA = 1
+AT_WORK = ".running"
+"""Folder of the matrix folder with the locks of cells at work: outside the cells' folders, which a fresh start removes."""
 State = Literal["waiting", "invalid", "running", "stopped", "trained", "finished", "failed"]
 """``trained``: all steps are made, final evaluations are missing. ``running`` after its process is gone: it was killed."""
+
+
+def work_folder(out: Path, name: str) -> Path:
+    """The folder whose lock (``metrics.run_lock``) the process that works on a cell holds.
+
+    Args:
+        out: the matrix folder.
+        name: the cell.
+    """
+    return out / AT_WORK / name
 
 
 class Manifest:

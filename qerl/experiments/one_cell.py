@@ -10,11 +10,10 @@ import torch
 from qerl.errors import QerlError, RunFolderError, RunStopped
 from qerl.experiments.cells import Cell
 from qerl.experiments.final import Trained, evaluate_trained, from_trainer, reopen, wanted
-from qerl.experiments.manifest import State
+from qerl.experiments.manifest import State, work_folder
 from qerl.experiments.plan import Plan
 from qerl.experiments.shared import evaluate_before
 from qerl.experiments.summary import write_cell_summary
-from qerl.experiments.watch import AT_WORK
 from qerl.metrics.run_dir import RunDir
 from qerl.metrics.run_lock import RunLock
 from qerl.train.run import train
@@ -25,8 +24,8 @@ FAILURES = (QerlError, RuntimeError, ArithmeticError, AssertionError)
 
 
 def lock(plan: Plan, cell: Cell) -> RunLock:
-    """What one process alone may hold that works on a cell. It lies outside the cell's folder, which a fresh start removes."""
-    return RunLock(plan.out / AT_WORK / cell.name, "cell", "Wait until it ends, or stop that process")
+    """What one process alone may hold that works on a cell."""
+    return RunLock(work_folder(plan.out, cell.name), "cell", "Wait until it ends, or stop that process")
 
 
 def run_cell(plan: Plan, cell: Cell, deadline: Deadline, *, own_process: bool) -> str:

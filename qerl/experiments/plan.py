@@ -17,7 +17,7 @@ from qerl.config.schema import Config, LogConfig, LoraConfig, OptimConfig, Quant
 from qerl.errors import ConfigError, QerlError, RunFolderError
 from qerl.experiments.cells import Cell, expand, load_matrix
 from qerl.experiments.manifest import Manifest
-from qerl.experiments.schema import MatrixConfig
+from qerl.experiments.schema import FinalConfig, MatrixConfig
 from qerl.experiments.statistics import detectable_difference
 from qerl.metrics.files import check_writable
 from qerl.metrics.run_dir import RunDir
@@ -117,11 +117,10 @@ def _check_finals(plan: Plan, known: Mapping[str, Any]) -> None:
         return
     before = {spec["name"]: spec for spec in (known.get("plan") or {}).get("final", ())}
     for spec in plan.matrix.final:
-        now = spec.model_dump(mode="json")
-        if spec.name in before and {"data": None} | before[spec.name] != now:
+        if spec.name in before and FinalConfig.model_validate(before[spec.name]) != spec:
             raise ConfigError(
                 "an evaluation of trained models has changed that some cells have had",
-                got=f"final: {now}",
+                got=f"final: {spec.model_dump(mode='json')}",
                 expected=f"{before[spec.name]}",
                 remedy="Give the changed one another name, or choose another --out",
             )

@@ -12,9 +12,9 @@ import torch
 
 from qerl.errors import RunStopped
 from qerl.experiments.cells import Cell
+from qerl.experiments.manifest import work_folder
 from qerl.experiments.plan import Plan
 from qerl.experiments.process import LOOK_SECONDS, Child, Ending
-from qerl.experiments.watch import AT_WORK
 from qerl.metrics.run_lock import is_held
 from qerl.train.stop import StopRequest
 
@@ -67,11 +67,11 @@ class Pool:
         self.running.append(Running(cell=cell, child=child, device=device))
 
     def _at_work(self, device: str | None) -> list[str]:
-        """Cells at work on a device, those of other processes of this folder among them."""
+        """Cells at work on a device, those of other processes of this folder among them. Without a name it may be any."""
         own = [other.cell.name for other in self.running if other.device == device]
         entries = self._plan.manifest.read()["cells"].items()
-        theirs = [name for name, entry in entries if entry.get("device") == device and name not in own]
-        return own + [name for name in theirs if is_held(self._plan.out / AT_WORK / name)]
+        theirs = [name for name, entry in entries if device is None or entry.get("device") in (None, device)]
+        return own + [name for name in theirs if name not in own and is_held(work_folder(self._plan.out, name))]
 
     def _load(self, device: str) -> int:
         return sum(other.device == device for other in self.running)

@@ -15,7 +15,7 @@ from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 
-from qerl.experiments.manifest import Manifest
+from qerl.experiments.manifest import Manifest, work_folder
 from qerl.metrics.console import duration
 from qerl.metrics.run_dir import RunDir
 from qerl.metrics.run_lock import is_held
@@ -23,8 +23,6 @@ from qerl.metrics.run_lock import is_held
 MatrixEnding = Literal["finished", "stopped", "left"]
 """How the watch ended: nothing is left to do, no cell is at work, or the reader."""
 
-AT_WORK = ".running"
-"""Folder of the matrix folder with the locks of cells at work."""
 QUIET_SECONDS = 60.0
 """Without a cell at work for so long, a matrix is taken for stopped: between two cells there are seconds."""
 OVER = ("finished", "failed", "invalid")
@@ -131,7 +129,7 @@ def _line(folder: Path, name: str, entry: Mapping[str, Any]) -> CellLine:
         _number(median(seconds) if seconds else None, "{:.2f}*" if entry.get("shared_device") else "{:.2f}"),
         duration(float(last["time/elapsed"])) if "time/elapsed" in last else "",
     )
-    at_work = is_held(folder / AT_WORK / name)
+    at_work = is_held(work_folder(folder, name))
     state = "invalid" if "problem" in entry and entry.get("state") == "waiting" else str(entry.get("state", "waiting"))
     if state == "running" and at_work is False:
         state = "stopped"

@@ -11,7 +11,7 @@ from matrix_builders import ARMS, write_matrix
 
 from qerl.errors import RunFolderError, RunStopped
 from qerl.experiments import final, one_cell, runner
-from qerl.experiments.manifest import Manifest
+from qerl.experiments.manifest import AT_WORK, Manifest
 from qerl.experiments.plan import open_plan, record_plan
 from qerl.experiments.process import Ending
 from qerl.experiments.runner import Orders, run_matrix
@@ -42,11 +42,12 @@ def test_a_cell_that_another_process_is_at_work_on_is_left_alone(tmp_path):
         after = run_matrix(path, ["train.steps=1"], tmp_path / "out", Orders(jobs=2), said.append)
         assert states(after) == {"plain-s0": "running", "noisy-s0": "finished"}
         assert any("another process is at work" in text for text in said)
+        assert all(plan.manifest.cell(name)["shared_device"] for name in ("plain-s0", "noisy-s0")), "on one machine"
         assert (plan.run(cell).path / "metrics.jsonl").exists()
         with pytest.raises(RunFolderError, match="another process"):
             one_cell.run_cell(plan, cell, Deadline(None), own_process=True)
         assert plan.state(cell) == "running"
-    assert not (tmp_path / "out" / one_cell.AT_WORK).exists()
+    assert not (tmp_path / "out" / AT_WORK).exists()
 
 
 @pytest.mark.parametrize(

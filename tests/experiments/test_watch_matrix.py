@@ -7,8 +7,8 @@ import json
 
 from rich.console import Console
 
-from qerl.experiments.manifest import Manifest
-from qerl.experiments.watch import AT_WORK, QUIET_SECONDS, is_matrix, watch_matrix
+from qerl.experiments.manifest import Manifest, work_folder
+from qerl.experiments.watch import QUIET_SECONDS, is_matrix, watch_matrix
 from qerl.metrics.run_lock import RunLock
 
 
@@ -33,7 +33,7 @@ def test_cells_are_followed_until_all_are_over(tmp_path):
     assert is_matrix(tmp_path) and not is_matrix(tmp_path / "a-s0")
     shown = console()
     looks = []
-    with RunLock(tmp_path / AT_WORK / "a-s0"):
+    with RunLock(work_folder(tmp_path, "a-s0")):
 
         def sleep(seconds):
             looks.append(seconds)
