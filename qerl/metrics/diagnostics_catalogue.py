@@ -144,7 +144,7 @@ _CANARY = section(
     (
         "canary/engine_difference",
         "nats",
-        "Mean |log-prob in the engine - in the trainer| of the same tokens, adapters on, no noise; above 1e-3 (bfloat16: 0.2) stops the run.",
+        "Mean |log-prob in the engine - in the trainer| of the same tokens, adapters on, no noise; above 1e-3 (bfloat16: 0.2) stops the run, as the same of a step's own answers does (`sampling/sampling_logp_difference/mean`).",
     ),
 )
 

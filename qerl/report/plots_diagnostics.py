@@ -108,7 +108,7 @@ def canary_panel(run: RunData) -> Panel | None:
             hovertemplate="%{y:.2e}",
         )
     caption = (
-        "One short answer after every step. Its log-probs must move away from the base model's, and engine and trainer must "
+        "One short answer after the first step, every tenth and the last. Its log-probs must move away from the base model's, and engine and trainer must "
         "agree on it; a fault of either stops the run."
     )
     return Panel(id="canary", section="health", title="Adapter canary", caption=caption, figure=figure)

@@ -154,7 +154,9 @@ class Trainer:
         for warning in self.noise.take_warnings():
             self.warn(warning)
         with timer.stage("diagnostics"):
-            measured |= self.diagnostics.after_updates(state.step + 1)
+            scored_as_sampled = policy.noise is None or config.objective.noise == "replayed"
+            difference = metrics.get("sampling/sampling_logp_difference/mean") if scored_as_sampled else None
+            measured |= self.diagnostics.after_updates(state.step + 1, difference)
         state.step += 1
         state.updates += config.optim.updates_per_rollout
         state.tokens += int(metrics["tokens/prompt"] + metrics["tokens/completion"])

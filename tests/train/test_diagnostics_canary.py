@@ -137,7 +137,7 @@ def test_bfloat16_may_differ_more_than_float32():
         check_canary(sound(engine_difference=0.05), torch.float32)
 
 
-def test_adapters_are_switched_off_after_the_first_step_and_every_tenth(model, folder, monkeypatch):
+def test_when_a_prompt_is_answered_and_when_also_without_adapters(model, folder, monkeypatch):
     found = readings(model, folder)
     engine = Engine(model, load_tokenizer(folder))
     without = read_canary(model, engine, scorer(model), PROMPT, temperature=1.0, seed=0, step=1, without=False)
@@ -146,15 +146,21 @@ def test_adapters_are_switched_off_after_the_first_step_and_every_tenth(model, f
     check_canary(without, torch.float32)
     with pytest.raises(TrainingError, match="disagree"):
         check_canary(replace(without, engine_difference=1.0), torch.float32)
-    asked = []
+    asked = {}
 
-    def read(*args, without, **kwargs):
-        asked.append(without)
+    def read(*args, step, without, **kwargs):
+        asked[step] = without
         return sound()
 
     monkeypatch.setattr(observer, "read_canary", read)
-    config = load_config(None, ["diagnostics.every=0"])
+    config = load_config(None, ["diagnostics.every=0", "train.steps=13"])
     watching = observer.Diagnostics(config, None, SimpleNamespace(model=model, engine=engine), [PROMPT])
-    for step in range(1, 12):
-        watching.after_updates(step)
-    assert asked == [True, *[False] * 8, True, False]
+    for step in range(1, 14):
+        watching.after_updates(step, None)
+    assert asked == {step: step in (1, 10) for step in range(1, 14)}
+    asked.clear()
+    for step in range(1, 14):
+        watching.after_updates(step, float("nan") if step == 5 else 1e-6)
+    assert asked == {1: True, 5: False, 10: True, 13: False}
+    with pytest.raises(TrainingError, match="engine and trainer disagree"):
+        watching.after_updates(3, 0.01)

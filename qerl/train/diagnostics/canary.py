@@ -1,9 +1,9 @@
 """The adapter canary: after each step's updates, do trainer and engine both use the adapters, and agree?
 
 An engine that ignores the adapter, or reads an old one, samples from the base model while the trainer improves a policy
-that nobody plays: rewards stay flat and every loss looks sound. One short answer a step tells. That adapters change something is a
-matter of how things are put together: it is looked at after the first step and every ``AGAIN_EVERY`` steps; that engine and trainer
-agree, after every step.
+that nobody plays: rewards stay flat and every loss looks sound. One short answer tells, after the first step, every ``AGAIN_EVERY`` steps
+and the last. In between the learning pass tells for nothing: it scores the answers of each step under the policy that the engine says
+it sampled from. Where it does not see their noise, there is a short answer after every step.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from qerl.rollout.engine import Engine
 CANARY_STREAM = "canary"
 CANARY_TOKENS = 6
 AGAIN_EVERY = 10
-"""Steps between answers and scores without adapters."""
+"""Steps between canaries, and between answers and scores without adapters."""
 
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.2}
 """Compute type -> mean |log-prob of the engine - of the trainer| over the canary's tokens above which they disagree.
@@ -36,6 +36,9 @@ MOVES_FROM = {torch.float32: 1e-7, torch.bfloat16: 1e-4}
 
 CERTAIN = 1e-4
 """A log-prob closer to 0 says nothing: float32 cannot show small changes of a probability next to 1."""
+
+DOUBT = "Do not trust this run's rewards; please report it with `qerl env`"
+GO_ON = "diagnostics.canary=false goes on without the check"
 
 Score = Callable[[Completion, bool], torch.Tensor]
 """(answer, adapters on or off) -> the trainer's log-probs of its tokens, without noise, float32 [N]."""
@@ -111,9 +114,7 @@ def check_canary(readings: Readings, dtype: torch.dtype, kv_format: KvFormat = "
         TrainingError: the adapters change nothing in the trainer or in the engine though they are not zero, or the two
             disagree.
     """
-    doubt = "Do not trust this run's rewards; please report it with `qerl env`"
-    go_on = "diagnostics.canary=false goes on without the check"
-    remedy = f"{doubt}. {go_on}"
+    remedy = f"{DOUBT}. {GO_ON}"
     size = f"largest adapter entry {readings.adapter_size:.3g}"
     if readings.engine_moved is not None and readings.telling and readings.adapter_size >= MOVES_FROM[dtype]:
         if readings.adapter_effect == 0.0:
@@ -130,14 +131,23 @@ def check_canary(readings: Readings, dtype: torch.dtype, kv_format: KvFormat = "
                 expected=f"log-probs that move, as the trainer's do (by {readings.adapter_effect:.3g} nats a token)",
                 remedy=remedy,
             )
-    tolerance, arithmetic = TOLERANCE[dtype], str(dtype).removeprefix("torch.")
+    check_agreement(readings.engine_difference, dtype, kv_format)
+
+
+def check_agreement(difference: float, dtype: torch.dtype, kv_format: KvFormat = "compute") -> None:
+    """Stop a run whose engine and trainer disagree by ``difference``, a mean over tokens that both scored under one policy.
+
+    Raises:
+        TrainingError: they do.
+    """
+    tolerance, arithmetic, remedy = TOLERANCE[dtype], str(dtype).removeprefix("torch."), f"{DOUBT}. {GO_ON}"
     if kv_format != "compute":
         tolerance, arithmetic = FP8_TOLERANCE, f"{arithmetic} with rollout.kv_format={kv_format}"
-        remedy = f"Try rollout.kv_format=compute: if this goes, the rounding is too coarse for the model. If it stays: {doubt[0].lower()}{doubt[1:]}. {go_on}"
-    if not readings.engine_difference <= tolerance:
+        remedy = f"Try rollout.kv_format=compute: if this goes, the rounding is too coarse for the model. If it stays: {DOUBT[0].lower()}{DOUBT[1:]}. {GO_ON}"
+    if not difference <= tolerance:
         raise TrainingError(
             "canary: engine and trainer disagree on the current policy",
-            got=f"mean difference of log-probs {readings.engine_difference:.3g}",
+            got=f"mean difference of log-probs {difference:.3g}",
             expected=f"at most {tolerance:g} in {arithmetic}",
             remedy=remedy,
         )

@@ -6,6 +6,7 @@ Shape legend: N answer tokens, S answers, M noise draws.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -17,7 +18,7 @@ from qerl.metrics.run_dir import RunDir
 from qerl.model.aqn import Noise
 from qerl.records import Completion, Group, Prompt, Rollout, SamplingSpec, TrainBatch
 from qerl.train.diagnostics.answers import answer_metrics
-from qerl.train.diagnostics.canary import AGAIN_EVERY, check_canary, read_canary
+from qerl.train.diagnostics.canary import AGAIN_EVERY, check_agreement, check_canary, read_canary
 from qerl.train.diagnostics.entropy import distribution_entropies, information_bounds, noise_entropies
 from qerl.train.diagnostics.mismatch import kept_mass, mismatch
 from qerl.train.diagnostics.passes import answer_hidden, answer_logprobs, logit_chunks, pack_answers, sum_by_answer
@@ -70,11 +71,13 @@ class Diagnostics:
         return metrics | self._mismatch(rollout, policy, noises[:count])
 
     @torch.no_grad()
-    def after_updates(self, step: int) -> dict[str, float]:
+    def after_updates(self, step: int, difference: float | None) -> dict[str, float]:
         """Staleness of the answers just learned from, when due, and the canary.
 
         Args:
             step: completed steps, this one included.
+            difference: mean |log-prob in the engine - in the trainer| of the step's own answers under the policy that sampled them;
+                None where the learning pass did not score them so.
 
         Raises:
             TrainingError: the canary found a fault.
@@ -83,7 +86,16 @@ class Diagnostics:
         if self._watched is not None:
             watched = self._watched
             metrics |= mismatch("staleness", watched.before_N, self._logprobs(watched.batches, watched.noise))
-        if self.config.diagnostics.canary:
+        if not self.config.diagnostics.canary:
+            return metrics
+        dtype, kv_format = self.session.model.dtype, self.config.rollout.kv_format
+        if difference is not None and not math.isfinite(difference):
+            # What is to become of such numbers is for ``optim.nonfinite`` to say.
+            difference = None
+        if difference is not None:
+            check_agreement(difference, dtype, kv_format)
+        again = step == 1 or step % AGAIN_EVERY == 0
+        if again or difference is None or step == self.config.train.steps:
             readings = read_canary(
                 self.session.model,
                 self.session.engine,
@@ -92,9 +104,9 @@ class Diagnostics:
                 temperature=self.config.rollout.temperature,
                 seed=self.config.train.seed,
                 step=step,
-                without=step == 1 or step % AGAIN_EVERY == 0,
+                without=again,
             )
-            check_canary(readings, self.session.model.dtype, self.config.rollout.kv_format)
+            check_canary(readings, dtype, kv_format)
             metrics |= readings.metrics()
         return metrics
 
