@@ -8,8 +8,8 @@ A line is printed for every cell of the table; ``--out`` keeps them in a file, w
 
 The protocol of the anchors: prompts of 16 tokens, 192 new tokens, no stop, sampled at temperature 1 with log-probs, adapters of
 rank 32 on all seven projections with B not zero. A step is timed as the engine runs it, looks of the host included: the time of the
-decode rounds of a call over their steps, median of several calls. A captured step alone is timed after the calls,
-and kernel times come from a profile of it. The floor of a step is the sum over linear layers, head, adapters and cache of the larger of bytes / 4.28 TB/s and
+decode rounds of a call over their steps, median of several calls. A captured step alone is timed after the calls; kernel times come from
+a profile of one whose launches do not overlap (`apart`), since kernels that overlap count their waiting. The floor of a step is the sum over linear layers, head, adapters and cache of the larger of bytes / 4.28 TB/s and
 operations / 790 TFLOP/s. ``--realistic``: 64 prompts x 8 answers, 256 tokens in, lengths from a long-tailed distribution up to 2048.
 ``--tiny`` runs all of it on the CPU with toy shapes, and without profile.
 """
@@ -32,16 +32,17 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
+from captured import profile  # noqa: E402
 from stored import write_result  # noqa: E402
 from synthetic import StubTokenizer, model_spec, random_model  # noqa: E402
-from timing import device_times, require_gpu  # noqa: E402
+from timing import require_gpu  # noqa: E402
 
 from qerl.kernels import philox  # noqa: E402
 from qerl.model.aqn import NoiseState  # noqa: E402
 from qerl.model.decoder import Decoder  # noqa: E402
 from qerl.model.spec import ModelSpec  # noqa: E402
 from qerl.records import Prompt, SamplingSpec  # noqa: E402
-from qerl.rollout.engine import PAGE_TOKENS, Engine  # noqa: E402
+from qerl.rollout.engine import Engine  # noqa: E402
 
 BANDWIDTH, COMPUTE = 4.28e12, 790e12
 """Of one H200: bytes a second of a copy, operations a second of a bfloat16 product, both measured."""
@@ -54,13 +55,6 @@ ANCHORS = {
     "7B nvfp4": [3.48, 3.55, 4.08, 5.69, 9.07, 14.06],
     "32B nvfp4 + LoRA": [15.0, 14.3, 17.3, 24.3, 41.6, 68.8],
 }
-CLASSES = (
-    ("attention", ("attend",)),
-    ("activation", ("_silu",)),
-    ("norm", ("_forward",)),
-    ("sampling", ("_block_stats", "_pick", "_uniforms", "_advance")),
-    ("linear", ("nvjet", "gemm", "splitk", "cublas", "decode", "dequant", "middle", "shrink", "cutlass")),
-)
 
 
 def tiny(spec: ModelSpec) -> ModelSpec:
@@ -102,49 +96,6 @@ def floor_ms(model: Decoder, sequences: int, context: float) -> float:
     return 1e3 * seconds
 
 
-def profile(engine: Engine, rows: int, context: int, replays: int = 4) -> dict[str, Any]:
-    """Microseconds of a captured step alone (median and deciles), of its kernels by class (which may overlap), their number, and the
-    slowest of them, with ``context`` tokens in each row; nothing without captured steps."""
-    workspace = engine._workspace
-    if workspace is None or workspace.graphs is None or workspace.table_RN is None:
-        return {}
-    bucket = workspace.step_rows(rows)
-    # Rows that are not alive stay where they are: each has pages of its own and ``context`` tokens.
-    workspace.state.length_R[:rows] = context
-    columns = context // PAGE_TOKENS + 1
-    pages = torch.arange(1, rows * columns + 1, device=workspace.device) % workspace.layout.pages
-    workspace.table_RN[:rows, :columns] = pages.view(rows, columns)
-
-    def step() -> None:
-        workspace.graphs.run(workspace.graph_key(bucket, context), _no_capture)
-        workspace.state.cursor_1.zero_()
-
-    captured = device_times(step)
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as recorded:
-        for _ in range(replays):
-            step()
-        torch.cuda.synchronize()
-    found = {event.key: event for event in recorded.key_averages() if event.self_device_time_total > 0}
-    by_class: dict[str, float] = {}
-    for name, event in found.items():
-        kind = next((kind for kind, parts in CLASSES if any(part in name.lower() for part in parts)), "other")
-        by_class[kind] = by_class.get(kind, 0.0) + event.self_device_time_total / replays
-    slowest = sorted(found.items(), key=lambda item: -item[1].self_device_time_total)[:12]
-    return {
-        "captured_us_deciles": [round(us, 1) for us in captured],
-        "us_by_class": {kind: round(us, 1) for kind, us in sorted(by_class.items(), key=lambda item: -item[1])},
-        "kernels": round(sum(event.count for event in found.values()) / replays),
-        "slowest_us": {
-            name[:80]: [round(e.self_device_time_total / replays, 1), round(e.count / replays)] for name, e in slowest
-        },
-    }
-
-
-def _no_capture() -> None:
-    raise AssertionError("the step has been captured")
-
-
 def steps(
     model: Decoder, noise: Any, sequences: int, *, calls: int, bare: bool, prompt: int, new: int, together: bool
 ) -> dict[str, Any]:
@@ -156,14 +107,16 @@ def steps(
     engine = Engine(model, tokenizer, max_num_seqs=sequences, expected_tokens=prompt + new, read_together=together)
     group = math.gcd(sequences, 8)
     prompts = make_prompts(sequences // group, prompt, model.spec.vocab_size)
-    times, first = [], {}
+    times, whole, first = [], [], {}
     for call in range(calls + 1):
         sampling = SamplingSpec(max_new_tokens=new if call else 17, seed=call)
         _, stats = engine.generate(prompts, sampling, group_size=group, noise=noise)
         if call:
             times.append(1e3 * stats["decode_seconds"] / stats["decode_steps"])
+            whole.append([stats["seconds"], stats["prefill_seconds"]])
         else:
             first = stats
+    workspace = engine._workspace
     ms, floor = statistics.median(times), floor_ms(model, sequences, prompt + new / 2)
     result = {
         "sequences": sequences,
@@ -173,11 +126,12 @@ def steps(
         "ms_per_step": ms,
         "ms_min_max": [min(times), max(times)],
         "tokens_per_second": 1e3 * sequences / ms,
+        "seconds_whole_and_prefill": whole,
         "floor_ms": floor,
         "of_floor": floor / ms,
         "peak_gb": torch.cuda.max_memory_allocated() / 1e9 if cuda else None,
         "first_call_graph_seconds": first["graph_seconds"],
-        **({} if bare else profile(engine, sequences, prompt + new // 2)),
+        **({} if bare or workspace is None else profile(workspace, sequences, prompt + new // 2)),
     }
     engine.release()
     return result
@@ -233,7 +187,7 @@ def show(cell: dict[str, Any], started: float) -> None:
         f"[{time.perf_counter() - started:5.1f} s] {cell['size']} {cell['format']:6} {cell['noise']:8} "
         f"{cell['sequences']:4} sequences {cell['ms_per_step']:7.3f} ms ({100 * cell['of_floor']:3.0f} % of the floor) "
         f"{cell['tokens_per_second']:8.0f} tokens/s  captured {cell.get('captured_us_deciles', '')} us  "
-        f"{cell.get('kernels', '')} kernels {cell.get('us_by_class', '')}",
+        f"{ {key: value for key, value in cell.get('apart', {}).items() if key != 'slowest_us'} }",
         flush=True,
     )
 

@@ -144,6 +144,15 @@ def _adapters(index: int, shape: GroupShape, rank: int, device: torch.device) ->
     return lora
 
 
+def set_rank(model: Decoder, rank: int) -> None:
+    """New adapters of another rank, where the model has others."""
+    for index, layer in enumerate(model.layers):
+        for shape in model.spec.groups():
+            linear = getattr(layer, shape.attribute)
+            if linear.lora is None or linear.lora.rank != rank:
+                linear.lora = _adapters(index, shape, rank, model.device)
+
+
 class StubTokenizer:
     """Stands in for a tokenizer where prompts are made of random token ids.
 

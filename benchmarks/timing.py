@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -30,6 +31,16 @@ def device_times(run: Callable[[], Any], calls: int = 1, samples: int = 20) -> l
         end.record()
         end.synchronize()
         times.append(1e3 * begin.elapsed_time(end) / calls)
+    return deciles(times[2:])
+
+
+def host_times(run: Callable[[], Any], samples: int = 20) -> list[float]:
+    """As `device_times`, by the host's clock: for the CPU."""
+    times = []
+    for _ in range(samples + 2):
+        began = time.perf_counter()
+        run()
+        times.append(1e6 * (time.perf_counter() - began))
     return deciles(times[2:])
 
 

@@ -117,6 +117,26 @@ def test_the_rollout_benchmark_needs_no_file():
     assert all(float(ms) > 0 for _, ms in found)
 
 
+def test_steps_are_timed_by_context_and_rank_in_toy_shapes(tmp_path):
+    out = tmp_path / "curves.json"
+    options = ["--tiny", "--contexts", "3x20,3x70", "--ranks", "4,8", "--rows", "1,3"]
+    command = [sys.executable, "-m", "qerl", "bench", "curves", *options, "--out", str(out)]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    cells = json.loads(out.read_text())["cells"]
+    assert [(cell["rank"], cell["rows"], cell["context"]) for cell in cells] == [
+        (32, 3, 20),
+        (32, 3, 70),
+        (4, 1, 112),
+        (4, 3, 112),
+        (8, 1, 112),
+        (8, 3, 112),
+    ]
+    short, long, narrow, _, wide, _ = (cell["floor_ms"] for cell in cells)
+    assert short < long and narrow < wide, "floors have the cache and the adapters in them"
+    assert all(cell["ms_per_step"] > cell["floor_ms"] for cell in cells)
+
+
 def test_greedy_answers_leave_those_of_transformers_in_bfloat16_only(tmp_path):
     out = tmp_path / "divergence.json"
     command = [

@@ -187,6 +187,25 @@ def test_answers_that_read_their_prompt_together_are_those_of_rows_by_themselves
     assert found[0] == found[1]
 
 
+def test_answers_that_outgrow_the_steps_of_short_contexts_go_on_as_they_would(tmp_path, monkeypatch):
+    """Rows of 100 tokens pass 128 while others, of 20, never do; with one size of context, all steps are those of long ones."""
+    monkeypatch.setattr(rollout_builders, "MAX_POSITIONS", 1024)
+    monkeypatch.setattr(workspace, "SHORT_TOKENS", 128)
+    folder = rollout_builders.write_checkpoint(tmp_path / "long", "qwen2")
+    model, tokenizer = load(folder), load_tokenizer(folder)
+    prompts, spec, found = make_prompts((100, 20, 90, 64)), SamplingSpec(max_new_tokens=50, seed=4), []
+    for many in (8, 10**6):
+        monkeypatch.setattr(workspace, "MANY_PAIRS", many)
+        engine = Engine(model, tokenizer, max_num_seqs=24)
+        found.append(engine.generate(prompts, spec, group_size=6)[0])
+        assert engine._workspace is not None and engine._workspace.graphs is not None
+        columns = {key[2] for key in engine._workspace.graphs._graphs}
+        assert columns == ({2, None} if many == 8 else {None})
+    assert tokens_of(found[0]) == tokens_of(found[1])
+    for one, other in zip(*found, strict=True):
+        assert one.behavior_logprobs == pytest.approx(other.behavior_logprobs, abs=1e-5)
+
+
 @pytest.mark.parametrize("given", [{"top_k": 50}, {"top_p": 0.95}, {"top_k": 20, "top_p": 0.5, "min_p": 0.05}], ids=str)
 def test_truncations_keep_what_the_reference_keeps(given):
     logits = torch.randn(64, 151936, generator=torch.Generator("cuda").manual_seed(0), device="cuda") * 3
