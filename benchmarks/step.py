@@ -11,7 +11,7 @@ the same cap. ``--most-new 7B=512`` shortens the answers of whole steps; under a
 the update is made from answers as long as they may be, only fewer tokens are sampled.
 
 Times are by the host's clock between synchronizations. Operations are counted as 4 P T + 4 P_head T_answer + attention (a frozen
-base has no weight gradient), 6 P T with full recomputation, 2 P T for a log-prob pass. A case that finds too little time left is
+base has no weight gradient), 6 P T with full recomputation (of which a layer's last product is not made again), 2 P T for a log-prob pass. A case that finds too little time left is
 skipped and says so; one that runs out of memory is "not runnable". ``--tiny`` runs all of it on the CPU with toy shapes.
 """
 

@@ -28,7 +28,7 @@ from qerl.kernels.token_logprobs import Head, head_logits
 from qerl.model.aqn import NoisePass, NoiseSource
 from qerl.model.attention import AttentionContext, Rotary
 from qerl.model.linear import GroupedLinear
-from qerl.model.recompute import Checkpointing, kept_here, kept_on_host, made_again
+from qerl.model.recompute import Checkpointing, FirstAndAgain, kept_here, kept_on_host, made_again
 from qerl.model.rope import RopeSpec
 from qerl.model.spec import ModelSpec
 
@@ -90,11 +90,13 @@ class DecoderLayer(nn.Module):
         adapters: bool,
         reference: bool,
         selective: bool = False,
+        output: bool = True,
     ) -> tuple[Tensor, Tensor]:
         """(output of the MLP, stream before it): the next layer adds them, in the same pass over memory as its norm.
 
         ``x_TD`` and ``residual_TD`` are the same of the layer before; with no residual, x is the stream itself. ``selective``:
-        inputs of linear layers that are cheap to make are made again in the backward pass.
+        inputs of linear layers that are cheap to make are made again in the backward pass. Without ``output`` what the backward pass
+        needs is made, which the last product, a quarter of a layer's arithmetic, is no part of.
         """
         call = (noise, adapters, reference, selective)
         qkv_TX, stream_TD = self._normed("attn_norm", self.qkv, x_TD, residual_TD, *call)
@@ -105,11 +107,11 @@ class DecoderLayer(nn.Module):
         del o_TD
         inner_TF = silu_mul(gate_up_TX)
         with made_again(inner_TF, partial(silu_mul, gate_up_TX.detach())) if selective else kept_here():
-            return self.down.stacked(inner_TF, adapters, dtype=self.stream_dtype), stream_TD
+            return self.down.stacked(inner_TF, adapters, dtype=self.stream_dtype, output=output), stream_TD
 
-    def whole(self, x_TD: Tensor, *arguments: Any) -> Tensor:
+    def whole(self, x_TD: Tensor, *arguments: Any, output: bool) -> Tensor:
         """The residual stream after the layer, from that before it; arguments as of ``forward``."""
-        o_TD, stream_TD = self(x_TD, None, *arguments)
+        o_TD, stream_TD = self(x_TD, None, *arguments, output=output)
         return stream_TD + o_TD
 
     def after_attention(
@@ -294,10 +296,13 @@ class Decoder(nn.Module):
         call: tuple[Any, ...] = (rotation, context, seen, adapters, reference)
         stream_TD: Tensor | None = None
         for layer in self.layers:
+            assert isinstance(layer, DecoderLayer)
             if whole:
                 # One tensor a layer is kept, so the layer's output is added here and not by the next norm.
                 with kept_on_host(x_TD.device) if offload else kept_here():
-                    x_TD = checkpoint(layer.whole, x_TD, *call, use_reentrant=False, preserve_rng_state=False)
+                    x_TD = checkpoint(
+                        FirstAndAgain(layer.whole), x_TD, *call, use_reentrant=False, preserve_rng_state=False
+                    )
             else:
                 x_TD, stream_TD = layer(x_TD, stream_TD, *call, selective)
         z = None if seen is None else seen.of_norm(self.spec.num_layers, "final_norm")

@@ -68,12 +68,15 @@ class GroupedLinear(nn.Module):
         """The bias as far as outputs have it."""
         return None if self.bias_apart else self.bias_O
 
-    def stacked(self, x_TI: Tensor, adapters: bool = True, *, dtype: torch.dtype | None = None) -> Tensor:
-        """Outputs of all members side by side, [T, O] in ``dtype``, which is the type of ``x_TI`` when not given."""
+    def stacked(
+        self, x_TI: Tensor, adapters: bool = True, *, dtype: torch.dtype | None = None, output: bool = True
+    ) -> Tensor:
+        """Outputs of all members side by side, [T, O] in ``dtype``, which is the type of ``x_TI`` when not given. Without ``output``
+        what the backward pass needs is made, and the outputs need not be."""
         if self.trained_OI is not None:
             return linear(x_TI, self.trained_OI, self.bias_O).to(dtype or x_TI.dtype)
         parts = self.lora.adapter_parts(x_TI.dtype) if adapters and self.lora is not None else ()
-        return fp4_linear(x_TI, self.weight, self.added_O, parts, self.dense_OI, dtype=dtype)
+        return fp4_linear(x_TI, self.weight, self.added_O, parts, self.dense_OI, dtype=dtype, output=output)
 
     def forward(self, x_TI: Tensor, adapters: bool = True) -> tuple[Tensor, ...]:
         """Output of each member, [T, rows] a member, in the type of ``x_TI``."""

@@ -5,7 +5,7 @@ Three ways (``train.checkpointing``), from most memory to least; gradients are t
 * ``none``: everything autograd asks for is kept;
 * ``selective``: the inputs of the linear layers that a cheap operation gives (the norm's output, the gated activation) are
   computed again from what that operation keeps anyway; no matrix product is repeated;
-* ``full``: only the residual stream before each layer is kept, and the layer runs again.
+* ``full``: only the residual stream before each layer is kept, and the layer runs again, without its last product.
 
 With ``full``, the kept streams may wait in the host's memory (``train.activation_offloading``).
 """
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -42,6 +42,22 @@ def made_again(value: Tensor, make: Callable[[], Tensor]) -> AbstractContextMana
             return packed()
 
     return saved_tensors_hooks(pack, unpack)
+
+
+class FirstAndAgain:
+    """A function for ``torch.utils.checkpoint``, which is called for its output and then again for what its backward pass needs.
+
+    Args:
+        run: called with ``output=True`` first and ``output=False`` after that.
+    """
+
+    def __init__(self, run: Callable[..., Tensor]):
+        self.run = run
+        self._called = False
+
+    def __call__(self, *arguments: Any) -> Tensor:
+        first, self._called = not self._called, True
+        return self.run(*arguments, output=first)
 
 
 def kept_on_host(device: torch.device) -> AbstractContextManager[object]:

@@ -7,7 +7,7 @@ import torch
 
 from qerl.errors import LayoutGateError
 from qerl.formats import FORMAT_NAMES, dequantize, get_format
-from qerl.kernels.fp4_linear import AdapterPart, fp4_linear, layout_gate
+from qerl.kernels.fp4_linear import AdapterPart, fp4_linear, layout_gate, reference
 
 TOKENS, INPUTS, ROWS, RANK = 5, 40, (6, 3, 4), 2
 OUTPUTS = sum(ROWS)
@@ -149,6 +149,18 @@ def test_every_format_has_bfloat16_gradients(name):
     exact = grad.double() @ dequantize(weight, torch.float64)
     assert x.grad.dtype == torch.bfloat16
     assert (x.grad.double() - exact).norm() < 4e-3 * exact.norm()
+
+
+def test_without_an_output_only_what_the_backward_pass_reads_is_made(monkeypatch):
+    leaves = [random(TOKENS, INPUTS), *adapter_tensors()]
+    weight, results = packed_weight(), []
+    for output in (True, False):
+        tensors = [t.detach().clone().requires_grad_() for t in leaves]
+        y = fp4_linear(tensors[0], weight, None, parts_of(*tensors[1:]), output=output)
+        assert y.isnan().all() == (not output)
+        results.append(torch.autograd.grad(y, tensors, torch.ones_like(y)))
+        monkeypatch.setattr(reference, "forward", None)
+    assert all(torch.equal(first, again) for first, again in zip(*results, strict=True))
 
 
 def test_no_dense_weight_is_kept_for_the_backward_pass():

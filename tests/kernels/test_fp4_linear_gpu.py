@@ -284,6 +284,24 @@ def check_gradients(rows, segments, d_in, rank):
         assert error(mine, reference) < GRADIENTS
 
 
+@pytest.mark.parametrize("name", ["nvfp4", "nf4", "bf16"])
+@pytest.mark.parametrize("rows", [8, 100, 1100])
+def test_without_an_output_gradients_have_the_same_bits(name, rows):
+    segments, d_in = (512, 512), 1024
+    fmt = get_format(name)
+    weight = fmt.for_device(fmt.quantize(cuda(1024, d_in, scale=0.05), segments=segments))
+    parts = adapters_of(segments, d_in, 32)
+    leaves = [cuda(rows, d_in, seed=5), parts[0].a_RI, *(part.b_OR for part in parts)]
+    results = []
+    for output in (True, False):
+        x, a, *b = tensors = [t.detach().clone().requires_grad_() for t in leaves]
+        fresh = [replace(part, a_RI=a, b_OR=own) for part, own in zip(parts, b, strict=True)]
+        y = fp4_linear(x, weight, None, fresh, output=output)
+        assert y.isnan().all() == (not output)
+        results.append(torch.autograd.grad(y, tensors, cuda(rows, 1024, seed=6)))
+    assert all(torch.equal(first, again) for first, again in zip(*results, strict=True))
+
+
 @pytest.mark.parametrize("rows", [6, 40, 100])
 def test_a_captured_graph_reads_adapters_updated_in_place(rows):
     segments, d_in = (96, 40), 192

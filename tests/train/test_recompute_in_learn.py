@@ -5,6 +5,7 @@ import torch
 from tiny_models import load_tiny, write_tiny
 
 from qerl.config.load import load_config
+from qerl.kernels.fp4_linear import reference
 from qerl.model import decoder, recompute
 from qerl.model.linear import GroupedLinear
 from qerl.objective.batch import Sample
@@ -54,14 +55,15 @@ def learned(folder):
 
 
 @pytest.mark.parametrize(
-    ("way", "layers", "activations"), [("auto", 1, 1), ("none", 1, 1), ("selective", 1, 2), ("full", 2, 2)]
+    ("way", "layers", "activations", "products"),
+    [("auto", 1, 1, 4), ("none", 1, 1, 4), ("selective", 1, 2, 4), ("full", 2, 2, 7)],
 )
 def test_each_way_runs_the_layers_and_their_activations_as_often_as_it_says(
-    learned, monkeypatch, way, layers, activations
+    learned, monkeypatch, way, layers, activations, products
 ):
-    """A layer is counted by its projection of q, k and v."""
-    counted = {"layers": 0, "activations": 0}
-    linear, activation = GroupedLinear.stacked, decoder.silu_mul
+    """A layer is counted by its projection of q, k and v. Of its four products the last is not made again."""
+    counted = {"layers": 0, "activations": 0, "products": 0}
+    linear, activation, product = GroupedLinear.stacked, decoder.silu_mul, reference.forward
 
     def counts_layers(self, *arguments, **keywords):
         counted["layers"] += self.lora is not None and len(self.lora.lora_b) == 3
@@ -71,11 +73,16 @@ def test_each_way_runs_the_layers_and_their_activations_as_often_as_it_says(
         counted["activations"] += 1
         return activation(*arguments, **keywords)
 
+    def counts_products(*arguments, **keywords):
+        counted["products"] += 1
+        return product(*arguments, **keywords)
+
+    monkeypatch.setattr(reference, "forward", counts_products)
     monkeypatch.setattr(GroupedLinear, "stacked", counts_layers)
     monkeypatch.setattr(decoder, "silu_mul", counts_activations)
     model = learned(f"train.checkpointing={way}")
     once = 2 * model.spec.num_layers
-    assert counted == {"layers": layers * once, "activations": activations * once}
+    assert counted == {"layers": layers * once, "activations": activations * once, "products": products * once}
 
 
 @pytest.mark.parametrize("offload", [False, True])

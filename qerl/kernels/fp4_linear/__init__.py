@@ -27,6 +27,7 @@ def fp4_linear(
     dense_OI: Tensor | None = None,
     *,
     dtype: torch.dtype | None = None,
+    output: bool = True,
     kernel: str = "auto",
 ) -> Tensor:
     """Apply a packed weight of any format, and its adapters, to activations.
@@ -40,6 +41,7 @@ def fp4_linear(
             the last bits; in bfloat16 the copy has rounded each weight once, which the packed product does not.
         dtype: of y; that of x when not given. In float32, y is what the product added up, not rounded again (on the CPU, products of
             unquantized weights have rounded it already).
+        output: False if y will not be read, because the call is made again for what its backward pass needs; y is NaN then.
         kernel: implementation by name.
 
     Returns:
@@ -52,5 +54,6 @@ def fp4_linear(
     implementation = dispatch.load("fp4_linear", x_TI.device, kernel)
     dtype = dtype or x_TI.dtype
     if not torch.is_grad_enabled():
+        assert output, "nothing else is made without gradients"
         return implementation.forward(x_TI, weight, bias_O, placements, a_RI, b_OR, dense_OI, dtype)[0]
-    return Fp4Linear.apply(x_TI, bias_O, weight, dense_OI, placements, dtype, implementation, *a_RI, *b_OR)
+    return Fp4Linear.apply(x_TI, bias_O, weight, dense_OI, placements, dtype, implementation, output, *a_RI, *b_OR)

@@ -17,6 +17,9 @@ from torch.autograd.function import once_differentiable
 from qerl.formats import PackedWeight
 from qerl.kernels.fp4_linear.adapter import Placement
 
+_ADAPTERS = 8
+"""Arguments in front of the adapters'."""
+
 
 class Fp4Linear(torch.autograd.Function):
     """Gradients to x, bias, every A and every B; the base weight is frozen. All are made of the output's gradient in x's type."""
@@ -31,12 +34,17 @@ class Fp4Linear(torch.autograd.Function):
         placements: Sequence[Placement],
         dtype: torch.dtype,
         kernel: ModuleType,
+        output: bool,
         *adapters: Tensor,
     ) -> Tensor:
         split = len(adapters) - len(placements)
         a_RI, b_OR = adapters[:split], adapters[split:]
-        y_TO, shrunk = kernel.forward(x_TI, weight, bias_O, placements, a_RI, b_OR, dense_OI, dtype)
-        needs = ctx.needs_input_grad[7:]
+        if output:
+            y_TO, shrunk = kernel.forward(x_TI, weight, bias_O, placements, a_RI, b_OR, dense_OI, dtype)
+        else:
+            shrunk = kernel.shrunk(x_TI, weight, placements, a_RI, b_OR, dense_OI)
+            y_TO = x_TI.new_full((), torch.nan, dtype=dtype).expand(x_TI.shape[0], weight.shape[0])
+        needs = ctx.needs_input_grad[_ADAPTERS:]
         kept_x = x_TI if any(needs[:split]) or (shrunk is None and any(needs[split:])) else None
         kept_shrunk = shrunk if shrunk is not None and any(needs[split:]) else ()
         ctx.save_for_backward(kept_x, *adapters, *kept_shrunk)
@@ -53,20 +61,20 @@ class Fp4Linear(torch.autograd.Function):
         count = ctx.split + len(ctx.placements)
         a_RI, b_OR, shrunk = rest[: ctx.split], rest[ctx.split : count], rest[count:]
         needs = ctx.needs_input_grad
-        if not shrunk and any(needs[7 + ctx.split :]):
+        if not shrunk and any(needs[_ADAPTERS + ctx.split :]):
             shrunk = [x_TI @ a.T for a in a_RI]
 
         grad_b: list[Tensor | None] = []
         grad_h = [grad_TO.new_zeros(grad_TO.shape[0], a.shape[0]) for a in a_RI]
         for index, (place, b) in enumerate(zip(ctx.placements, b_OR, strict=True)):
             grad_h[place.a_index][:, place.ranks].addmm_(grad_TO[:, place.rows], b, alpha=place.scale)
-            wanted = needs[7 + ctx.split + index]
+            wanted = needs[_ADAPTERS + ctx.split + index]
             h_TR = shrunk[place.a_index][:, place.ranks] * place.scale if wanted else None
             grad_b.append(None if h_TR is None else grad_TO[:, place.rows].T @ h_TR)
-        grad_a = [h.T @ x_TI if needs[7 + index] else None for index, h in enumerate(grad_h)]
+        grad_a = [h.T @ x_TI if needs[_ADAPTERS + index] else None for index, h in enumerate(grad_h)]
 
         grad_x = None
         if needs[0]:
             grad_x = ctx.kernel.input_gradient(grad_TO, ctx.weight, ctx.dense_OI, grad_h, a_RI)
         grad_bias = grad_TO.sum(0).to(ctx.bias_dtype) if needs[1] else None
-        return grad_x, grad_bias, None, None, None, None, None, *grad_a, *grad_b
+        return grad_x, grad_bias, *[None] * (_ADAPTERS - 2), *grad_a, *grad_b

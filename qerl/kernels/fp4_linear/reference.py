@@ -31,10 +31,22 @@ def forward(
     """(y [T, O] in `dtype`, which is that of x when not given, the shrunk activations x A^T [T, R] of every distinct A)."""
     dtype = dtype or x_TI.dtype
     y_TO = _base(x_TI, weight, bias_O, dense_OI, dtype)
-    shrunk = tuple(x_TI @ a.T for a in a_RI)
+    inner = shrunk(x_TI, weight, placements, a_RI, b_OR, dense_OI)
     for place, b in zip(placements, b_OR, strict=True):
-        add_product(y_TO[:, place.rows], shrunk[place.a_index][:, place.ranks], b.T, alpha=place.scale)
-    return y_TO.to(dtype), shrunk
+        add_product(y_TO[:, place.rows], inner[place.a_index][:, place.ranks], b.T, alpha=place.scale)
+    return y_TO.to(dtype), inner
+
+
+def shrunk(
+    x_TI: Tensor,
+    weight: PackedWeight,
+    placements: Sequence[Placement],
+    a_RI: Sequence[Tensor],
+    b_OR: Sequence[Tensor],
+    dense_OI: Tensor | None,
+) -> tuple[Tensor, ...]:
+    """What `forward` gives beside y, alone."""
+    return tuple(x_TI @ a.T for a in a_RI)
 
 
 def add_product(y_TO: Tensor, a_TK: Tensor, b_KO: Tensor, *, beta: float = 1.0, alpha: float = 1.0) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from qerl.formats import PackedWeight
 from qerl.kernels.fp4_linear import decode, dense, middle, reference, regimes, unpack
 from qerl.kernels.fp4_linear.adapter import Placement
+from qerl.kernels.fp4_linear.shrink import shrink
 
 
 def forward(
@@ -37,6 +38,25 @@ def forward(
     if regime == regimes.MIDDLE:
         return middle.product(x_TI, weight, bias_O, placements, a_RI, b_OR, dtype=dtype)
     return dense.forward(x_TI, weight, bias_O, placements, a_RI, b_OR, dtype=dtype)
+
+
+def shrunk(
+    x_TI: Tensor,
+    weight: PackedWeight,
+    placements: Sequence[Placement],
+    a_RI: Sequence[Tensor],
+    b_OR: Sequence[Tensor],
+    dense_OI: Tensor | None,
+) -> tuple[Tensor, ...] | None:
+    """What `forward` gives beside y, with the same bits: without y, unless one kernel makes both."""
+    if not fast(x_TI, weight, dense_OI):
+        return reference.shrunk(x_TI, weight, placements, a_RI, b_OR, dense_OI)
+    regime = regime_of(x_TI, weight, placements, a_RI, b_OR)
+    if regime == regimes.DECODE:
+        return None
+    if regime == regimes.MIDDLE:
+        return middle.product(x_TI, weight, None, placements, a_RI, b_OR, dtype=x_TI.dtype)[1]
+    return tuple(shrink(x_TI, a) for a in a_RI)
 
 
 def regime_of(
