@@ -86,16 +86,17 @@ def main() -> None:
     arguments = parser.parse_args()
     require_gpu(tiny=arguments.tiny)
     cells: list[dict[str, Any]] = []
-    for format in arguments.formats.split(","):
-        spec = model_spec(arguments.size)
+    for name in arguments.formats.split(","):
+        spec, (format, _, head) = model_spec(arguments.size), name.partition("/")
         device = "cpu" if arguments.tiny else "cuda"
-        model = random_model(tiny(spec) if arguments.tiny else spec, format=format, rank=RANK, device=device)
+        shape = tiny(spec) if arguments.tiny else spec
+        model = random_model(shape, format=format, rank=RANK, head=head or "bf16", device=device)
         for rank, rows, context in cells_of(arguments):
             set_rank(model, rank)
             found = cell(model, rows, context)
-            cells.append({"size": arguments.size, "format": format, "rank": rank, **found})
+            cells.append({"size": arguments.size, "format": format, "head": head or "bf16", "rank": rank, **found})
             print(
-                f"[{time.perf_counter() - started:5.1f} s] {arguments.size} {format:6} rank {rank:3} {rows:4} x {context:5} "
+                f"[{time.perf_counter() - started:5.1f} s] {arguments.size} {name:6} rank {rank:3} {rows:4} x {context:5} "
                 f"{found['ms_per_step']:8.3f} ms ({100 * found['of_floor']:3.0f} % of the floor) {found['tokens_per_second']:8.0f} tokens/s",
                 flush=True,
             )

@@ -139,6 +139,8 @@ def steps(
 
 def realistic(model: Decoder, noise: Any, calls: int) -> dict[str, Any]:
     """64 prompts x 8 answers of lengths from a log-normal distribution (median 300, a tenth above 900) up to 2048; the first call captures."""
+    if model.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
     engine = Engine(model, StubTokenizer(NO_EOS), max_num_seqs=512)  # type: ignore[arg-type]
     count, prompt, longest = (64, 256, 2048) if model.spec.max_positions > 2304 else (3, 20, 100)
     normal = philox.normal(0, "benchmark/lengths", 8 * count)
@@ -150,7 +152,8 @@ def realistic(model: Decoder, noise: Any, calls: int) -> dict[str, Any]:
             prompts, SamplingSpec(max_new_tokens=longest, seed=seed), group_size=8, noise=noise, limits=lengths
         )
         results.append(stats)
-    return {"mean_length": statistics.mean(lengths), "longest": max(lengths), "calls": results}
+    peak = torch.cuda.max_memory_allocated() / 1e9 if model.device.type == "cuda" else None
+    return {"mean_length": statistics.mean(lengths), "longest": max(lengths), "peak_gb": peak, "calls": results}
 
 
 def real(folder: str, data: str, prompts: int, answer: int, settings: list[str]) -> dict[str, Any]:
@@ -184,17 +187,26 @@ def show(cell: dict[str, Any], started: float) -> None:
         print(f"[{time.perf_counter() - started:5.1f} s] {cell}", flush=True)
         return
     print(
-        f"[{time.perf_counter() - started:5.1f} s] {cell['size']} {cell['format']:6} {cell['noise']:8} "
-        f"{cell['sequences']:4} sequences {cell['ms_per_step']:7.3f} ms ({100 * cell['of_floor']:3.0f} % of the floor) "
+        f"[{time.perf_counter() - started:5.1f} s] {cell['size']} {cell['format']:6} head {cell['head']} {cell['noise']:8} "
+        f"{cell['sequences']:4} sequences {cell['ms_per_step']:7.3f} ms {'together ' * cell['together']}({100 * cell['of_floor']:3.0f} % of the floor) "
         f"{cell['tokens_per_second']:8.0f} tokens/s  captured {cell.get('captured_us_deciles', '')} us  "
         f"{ {key: value for key, value in cell.get('apart', {}).items() if key != 'slowest_us'} }",
         flush=True,
     )
 
 
-def cells_of(arguments: argparse.Namespace) -> Iterator[tuple[int, bool]]:
+def models_of(arguments: argparse.Namespace) -> Iterator[tuple[str, str, list[str]]]:
+    """(format of the base, of the head, noise that is timed with them)."""
+    for index, name in enumerate(arguments.formats.split(",")):
+        base, _, head = name.partition("/")
+        scopes = arguments.noise.split(",")
+        yield base, head or "bf16", [scope for scope in scopes if index == 0 or scope == "off"]
+
+
+def cells_of(arguments: argparse.Namespace, scope: str) -> Iterator[tuple[int, bool]]:
     """(sequences, whether rows of a prompt read its pages together)."""
-    for sequences in map(int, filter(None, arguments.sequences.split(","))):
+    counts = arguments.sequences if scope == "off" else arguments.noise_at or arguments.sequences
+    for sequences in map(int, filter(None, counts.split(","))):
         for together in arguments.together.split(","):
             yield sequences, together == "on"
 
@@ -204,9 +216,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--size", default="7B")
-    parser.add_argument("--formats", default="nvfp4")
-    parser.add_argument("--head", default="bf16", help="format of the LM head (quant.lm_head)")
-    parser.add_argument("--noise", default="off")
+    parser.add_argument(
+        "--formats", default="nvfp4", help="of the base, and of the LM head where not bf16: nvfp4,bf16,nvfp4/nvfp4"
+    )
+    parser.add_argument("--noise", default="off", help="off and scopes; scopes with the first of the formats only")
+    parser.add_argument("--noise-at", default="", help="sequences at which scopes are timed; all when not given")
     parser.add_argument("--sequences", default="1,8,32,64,128,256")
     parser.add_argument("--rank", type=int, default=32)
     parser.add_argument("--calls", type=int, default=3)
@@ -238,17 +252,17 @@ def main() -> None:
     if arguments.model:
         add(real(arguments.model, arguments.data, arguments.prompts, arguments.answer, arguments.settings))
         return
-    for format in arguments.formats.split(","):
+    for format, head_format, scopes in models_of(arguments):
         spec = model_spec(arguments.size)
         model = random_model(
             tiny(spec) if arguments.tiny else spec,
             format=format,
             rank=arguments.rank,
             dense_cache=arguments.dense,
-            head=arguments.head,
+            head=head_format,
             device="cpu" if arguments.tiny else "cuda",
         )
-        for scope in arguments.noise.split(","):
+        for scope in scopes:
             noise = None
             if scope != "off":
                 noise = NoiseState(
@@ -257,11 +271,11 @@ def main() -> None:
             head = {
                 "size": arguments.size,
                 "format": format,
-                "head": arguments.head,
+                "head": head_format,
                 "noise": scope,
                 "rank": arguments.rank,
             }
-            for sequences, together in cells_of(arguments):
+            for sequences, together in cells_of(arguments, scope):
                 if time.perf_counter() - started < arguments.seconds:
                     protocol = {"prompt": arguments.prompt, "new": arguments.new, "together": together}
                     add(

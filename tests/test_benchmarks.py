@@ -69,9 +69,11 @@ def test_the_rollout_benchmark_runs_in_toy_shapes(tmp_path):
     options = [
         "--tiny",
         "--formats",
-        "nvfp4,bf16",
+        "nvfp4,bf16,nvfp4/nvfp4",
         "--noise",
-        "response",
+        "off,response",
+        "--noise-at",
+        "2",
         "--sequences",
         "3",
         "--calls",
@@ -83,14 +85,16 @@ def test_the_rollout_benchmark_runs_in_toy_shapes(tmp_path):
     assert result.returncode == 0, result.stderr
     content = json.loads(out.read_text())
     timed = [cell for cell in content["cells"] if "ms_per_step" in cell]
-    assert [(cell["format"], cell["noise"], cell["sequences"]) for cell in timed] == [
-        ("nvfp4", "response", 3),
-        ("bf16", "response", 3),
+    assert [(cell["format"], cell["head"], cell["noise"], cell["sequences"]) for cell in timed] == [
+        ("nvfp4", "bf16", "off", 3),
+        ("nvfp4", "bf16", "response", 2),
+        ("bf16", "bf16", "off", 3),
+        ("nvfp4", "nvfp4", "off", 3),
     ]
     assert all(0 < cell["of_floor"] < 1 for cell in timed)
     assert all(cell["ms_min_max"][0] <= cell["ms_per_step"] <= cell["ms_min_max"][1] for cell in timed)
     realistic = [cell["realistic"] for cell in content["cells"] if "realistic" in cell]
-    assert len(realistic) == 2
+    assert len(realistic) == 4
     assert realistic[0]["longest"] > 2 * realistic[0]["mean_length"]
     assert "an earlier run" in content["anchors"]["source"]
 
@@ -112,7 +116,7 @@ def test_the_rollout_benchmark_needs_no_file():
     ]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
-    found = re.findall(r"7B nvfp4 +off +(\d+) sequences +([\d.]+) ms", result.stdout)
+    found = re.findall(r"7B nvfp4 +head bf16 off +(\d+) sequences +([\d.]+) ms", result.stdout)
     assert [sequences for sequences, _ in found] == ["2", "3"]
     assert all(float(ms) > 0 for _, ms in found)
 
