@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from functools import cache
 from importlib import resources
 from typing import Any
 
@@ -23,14 +24,8 @@ def fill(template: str, panels: Sequence[Panel], **values: Any) -> str:
     Raises:
         MissingDependencyError: plotly or jinja2 is not installed.
     """
-    jinja2, plotlyjs = import_renderers()
-    environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    environment.globals.update(interval=text.interval)
-    environment.filters.update(percent=text.percent, points=text.points, plain=text.plain, size=text.size)
-    environment.filters.update(seconds=text.seconds, amount=text.count)
-    page = environment.from_string(asset(template)).render(
+    _, plotlyjs = import_renderers()
+    page = _template(template).render(
         style=asset("page.css"),
         script=asset("page.js"),
         plotlyjs=plotlyjs() if panels else "",
@@ -38,6 +33,19 @@ def fill(template: str, panels: Sequence[Panel], **values: Any) -> str:
         **values,
     )
     return str(page)
+
+
+@cache
+def _template(name: str) -> Any:
+    """The compiled template ``name`` of ``assets/``."""
+    jinja2, _ = import_renderers()
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.globals.update(interval=text.interval)
+    environment.filters.update(percent=text.percent, points=text.points, plain=text.plain, size=text.size)
+    environment.filters.update(seconds=text.seconds, amount=text.count)
+    return environment.from_string(asset(name))
 
 
 def import_renderers() -> tuple[Any, Callable[[], str]]:
