@@ -1,6 +1,7 @@
 """What the CUDA kernels of this operation share on one device: compiled code and buffers of torch's allocator.
 
-One stream at a time may use it: calls in a row on one stream, or replays of graphs that were captured so.
+One stream at a time may use it. A call on another stream waits for those on the stream before; replays of captured graphs, and branches of one
+capture, must take turns by themselves.
 """
 
 from __future__ import annotations
@@ -45,6 +46,8 @@ class Workspace:
         self._scratch: Tensor | None = None
         self._counters: Tensor | None = None
         self._sums: Tensor | None = None
+        self._stream: torch.cuda.Stream | None = None
+        """The stream of the last call outside a capture."""
         self._kept: list[Tensor] = []
         """Counters of captures that were the first to ask: of the graph's memory, which must not go to anything else."""
         self._alphas: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -57,6 +60,7 @@ class Workspace:
         """
         if torch.cuda.is_current_stream_capturing():
             return torch.empty(rows, columns, dtype=torch.bfloat16, device=self.device)
+        self._take_turn()
         if self._scratch is None or self._scratch.numel() < rows * columns:
             self._scratch = None
             self._scratch = torch.empty(rows * columns, dtype=torch.bfloat16, device=self.device)
@@ -64,10 +68,13 @@ class Workspace:
 
     def counters(self) -> Tensor:
         """int32 zeros: those of tiles and those of h; kernels leave zeros behind. Graphs share them, unless a capture is the first to ask."""
+        capturing = torch.cuda.is_current_stream_capturing()
+        if not capturing:
+            self._take_turn()
         if self._counters is not None:
             return self._counters
         counters = torch.zeros(_COUNTERS, dtype=torch.int32, device=self.device)
-        if torch.cuda.is_current_stream_capturing():
+        if capturing:
             self._kept.append(counters)
         else:
             self._counters = counters
@@ -83,6 +90,17 @@ class Workspace:
         else:
             self._sums = sums
         return sums
+
+    def _take_turn(self) -> None:
+        """Let the current stream, if it is another than that of the last call, wait for what that one was given."""
+        stream = torch.cuda.current_stream(self.device)
+        if self._stream is not None and stream != self._stream:
+            stream.wait_stream(self._stream)
+            for buffer in (self._scratch, self._counters, self._sums):
+                if buffer is not None:
+                    # Freed, its memory goes to nobody before this stream is done with it, either.
+                    buffer.record_stream(stream)
+        self._stream = stream
 
     def release(self) -> None:
         """Give the scratch back to torch's allocator; the next use takes it again."""
