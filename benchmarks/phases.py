@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,7 +22,7 @@ from qerl.train.timing import StageTimer
 
 MICRO_BATCH = 8192
 PART = 16
-"""A short rollout has this part of the tokens: from it, one of twice as many and a micro-batch a speed-up is predicted."""
+"""A short rollout has this part of the tokens: from it, one of twice as many and micro-batches a speed-up is predicted."""
 REPEATS = 3
 """Timed runs of a part, after one of the same shape that is not: what a shape needs at its first use is no part of its time."""
 SWITCH_TOKENS = 8
@@ -105,15 +106,23 @@ class Run:
         key = (lambda key: 0) if config.shares_prompts(self.device.type) else None
         return list(pack(items, config.pass_tokens, self.device, prefix_key=key))
 
-    def passes(self, count: int) -> list[float]:
-        """Seconds of log-probs and backward pass of so many answers, each after memory was given back, as in a step."""
-        found = []
-        for _ in range(1 + REPEATS):
-            memory.return_unused(self.device)
-            timer = StageTimer(self.device)
-            learned(self.config(MICRO_BATCH), self.model, self.optimizer, self.answers(count), timer)
-            found.append(timer.total["logprobs"] + timer.total["backward"])
-        return found[1:]
+    def learning(self, packs: Sequence[TrainBatch]) -> dict[str, Any]:
+        """Seconds of log-probs and backward pass: of one micro-batch of each size that a step has, and of all of them by that.
+
+        Each is timed after memory was given back, as in a step.
+        """
+        parts = []
+        for answers, times in Counter(batch.num_sequences for batch in packs).items():
+            found = [self.passes(answers) for _ in range(1 + REPEATS)][1:]
+            parts.append({"answers": answers, "times": times, "seconds": statistics.median(found), "all": found})
+        return {"seconds": sum(part["times"] * part["seconds"] for part in parts), "parts": parts}
+
+    def passes(self, answers: int) -> float:
+        """Seconds of log-probs and backward pass of so many answers."""
+        memory.return_unused(self.device)
+        timer = StageTimer(self.device)
+        learned(self.config(MICRO_BATCH), self.model, self.optimizer, self.answers(answers), timer)
+        return timer.total["logprobs"] + timer.total["backward"]
 
     def part_of_a_rollout(self) -> dict[str, Any]:
         """Seconds of short rollouts, and ``whole``: what a rollout should take by them.
@@ -141,7 +150,7 @@ class Run:
         for _ in range(REPEATS):
             kept.append(self.generate(few))
             back.append(self.give_back())
-            learned(self.config(MICRO_BATCH), self.model, self.optimizer, self.answers(8), StageTimer(self.device))
+            self.passes(1)
             again.append(self.generate(few))
         before, given, after = (statistics.median(times) for times in (kept, back, again))
         return {"to_training": given, "to_rollout": after - before, "short_rollout": before}

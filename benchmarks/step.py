@@ -58,18 +58,18 @@ CASES = (
     Case(kind="passes", size="7B", checkpointing="none", shapes=(8192,)),
     Case(kind="passes", size="7B", checkpointing="selective", shapes=(8192,)),
     Case(kind="passes", size="14B"),
-    Case(kind="passes", size="32B", needs=25),
-    Case(kind="passes", size="32B", format="bf16", needs=25),
+    Case(kind="passes", size="32B", shapes=(8192,), needs=16),
+    Case(kind="passes", size="32B", format="bf16", shapes=(8192,), needs=20),
     Case(kind="passes", size="0.5B", format="nf4"),
     Case(kind="passes", size="7B", format="nf4", needs=12),
     Case(kind="passes", size="32B", format="nf4", shapes=(8192,), needs=40),
-    Case(kind="whole", size="7B", prompts=8, new=1024, needs=20),
-    Case(kind="whole", size="7B", format="bf16", prompts=8, new=1024, needs=18),
-    Case(kind="whole", size="32B", needs=22),
-    Case(kind="whole", size="32B", format="bf16", needs=28),
-    Case(kind="capped", size="32B", cap_gb=48.0, needs=20),
-    Case(kind="capped", size="14B", cap_gb=24.0, needs=12),
-    Case(kind="capped", size="7B", cap_gb=14.0, needs=10),
+    Case(kind="whole", size="7B", prompts=8, new=1024, needs=35),
+    Case(kind="whole", size="7B", format="bf16", prompts=8, new=1024, needs=35),
+    Case(kind="whole", size="32B", new=512, needs=25),
+    Case(kind="whole", size="32B", format="bf16", new=512, needs=35),
+    Case(kind="capped", size="32B", cap_gb=48.0, needs=30),
+    Case(kind="capped", size="14B", cap_gb=24.0, needs=18),
+    Case(kind="capped", size="7B", cap_gb=14.0, needs=12),
     Case(kind="capped", size="32B", format="bf16", cap_gb=48.0, needs=3),
     Case(kind="capped", size="14B", format="bf16", cap_gb=24.0, needs=3),
     Case(kind="capped", size="7B", format="bf16", cap_gb=14.0, needs=3),
@@ -153,7 +153,7 @@ class Bench:
         row: dict[str, Any] = {}
         if case.cap_gb is None:
             row["part_of_a_rollout"] = run.part_of_a_rollout()
-            row["micro_batch"] = rated(run.passes(packs[0].num_sequences), None)
+            row["learning"] = run.learning(packs)
         timer, between = run.step()
         stages = {name: timer.total[name] for name in ("rollout", *STAGES)}
         row["seconds"] = {**stages, "to_training": between, "step": sum(stages.values()) + between}
@@ -165,31 +165,25 @@ class Bench:
             "room": run.new,
             "micro_batches": [batch.num_tokens for batch in packs],
         }
-        row["memory"] = {}
-        for budget in (MICRO_BATCH, MICRO_BATCH // 2 + self.prompt) if case.cap_gb is not None else (MICRO_BATCH,):
-            measured: tuple[str, ...] = ("rollout", *STAGES)
-            if budget != MICRO_BATCH:
-                timer, measured = StageTimer(self.device), STAGES
-                learned(run.config(budget), run.model, run.optimizer, run.answers(8), timer)
-            # The plan is for passes that are full; answers of one length leave some room in each.
-            largest = max(batch.num_tokens for batch in run.packs(budget))
-            row["memory"][largest] = compare(run.config(largest), run.model.spec, timer, measured)
+        # The plan is for passes that are full; answers of one length leave some room in each.
+        largest = max(batch.num_tokens for batch in packs)
+        row["memory"] = {largest: compare(run.config(largest), run.model.spec, timer, ("rollout", *STAGES))}
         return row
 
     def speed_ups(self) -> dict[str, Any]:
-        """NVFP4 over BF16: by the clock, and from generation's share f of the BF16 step, parts of a rollout (s) and a micro-batch (eta).
+        """NVFP4 over BF16: by the clock, and from generation's share f of the BF16 step, parts of a rollout (s) and micro-batches (eta).
         Beside s and eta of the parts stand those of the whole steps, and what eta of the stages gives with s of the parts: errors of the
         two may cancel."""
         found: dict[str, Any] = {}
         for name, ours in self.rows.items():
             theirs = self.rows.get(name.replace("nvfp4", "bf16"), {})
-            if " GB" in name or "nvfp4" not in name or not ("micro_batch" in ours and "micro_batch" in theirs):
+            if " GB" in name or "nvfp4" not in name or not ("learning" in ours and "learning" in theirs):
                 continue
             step = theirs["seconds"]["step"]
             f = theirs["seconds"]["rollout"] / step
             s = theirs["part_of_a_rollout"]["whole"] / ours["part_of_a_rollout"]["whole"]
             fast, slow = (sum(row["seconds"][stage] for stage in ("logprobs", "backward")) for row in (ours, theirs))
-            eta = (ours["micro_batch"]["seconds"] / theirs["micro_batch"]["seconds"] - 1) * slow / step
+            eta = (ours["learning"]["seconds"] / theirs["learning"]["seconds"] - 1) * slow / step
             eta_of_stages = (fast - slow) / step
             measured = step / ours["seconds"]["step"]
             predicted, with_stages = speed_up(f, s, eta), speed_up(f, s, eta_of_stages)

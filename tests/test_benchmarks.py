@@ -29,19 +29,26 @@ def test_the_step_benchmark_runs_every_case_in_toy_shapes(tmp_path):
     whole = rows["32B nvfp4 in 48 GB, step of 8 x 2048"]
     assert whole["tokens"]["sampled"] == 24 and whole["seconds"]["rollout"] > 0
     found = content["speed_up_of_nvfp4_over_bf16"]
-    assert found.keys() == {"7B nvfp4, step of 64 x 1024", "32B nvfp4, step of 8 x 2048"}
+    assert found.keys() == {"7B nvfp4, step of 64 x 1024", "32B nvfp4, step of 8 x 512"}
     assert all(entry["predicted"] > 0 and entry["measured"] > 0 for entry in found.values())
     for name, entry in found.items():
         ours, theirs = rows[name], rows[name.replace("nvfp4", "bf16")]
         for row in (ours, theirs):
-            part, passes = row["part_of_a_rollout"], row["micro_batch"]
-            assert len(part["again"]) == len(part["twice"]) == len(passes["all"]) == 3
-            assert passes["seconds"] == statistics.median(passes["all"])
+            part, learning = row["part_of_a_rollout"], row["learning"]
+            assert len(part["again"]) == len(part["twice"]) == 3
+            assert all(len(passes["all"]) == 3 for passes in learning["parts"])
+            assert sum(passes["answers"] * passes["times"] for passes in learning["parts"]) in (8, 64)
+            assert sum(passes["times"] for passes in learning["parts"]) == len(row["tokens"]["micro_batches"])
+            assert learning["seconds"] == pytest.approx(
+                sum(passes["times"] * statistics.median(passes["all"]) for passes in learning["parts"])
+            )
             more = max(0.0, statistics.median(part["twice"]) - statistics.median(part["again"]))
             rest = row["tokens"]["sampled"] / part["tokens"] - 1
             assert part["whole"] == pytest.approx(part["first"] + rest * more)
             assert row["switch"].keys() == {"to_training", "to_rollout", "short_rollout"}
         stages = [sum(row["seconds"][stage] for stage in ("logprobs", "backward")) for row in (ours, theirs)]
+        eta = (ours["learning"]["seconds"] / theirs["learning"]["seconds"] - 1) * stages[1] / theirs["seconds"]["step"]
+        assert entry["eta"] == pytest.approx(eta)
         step = theirs["seconds"]["step"]
         assert entry["eta_of_the_stages"] == pytest.approx((stages[0] - stages[1]) / step)
         inverse = 1 - entry["f"] + entry["f"] / entry["s"] + entry["eta_of_the_stages"]
