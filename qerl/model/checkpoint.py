@@ -7,10 +7,8 @@ whole. Every name and shape is compared with the headers before the first byte o
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Iterator
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,7 @@ import torch
 from torch import Tensor
 
 from qerl.config.schema import LoraConfig, QuantConfig
-from qerl.errors import CheckpointError, ConfigError, nearest
+from qerl.errors import ConfigError
 from qerl.formats import PackedWeight, WeightFormat, dequantize, get_format
 from qerl.formats.e2m1_blocks import E2m1Format
 from qerl.kernels.quantize import quantize
@@ -26,6 +24,7 @@ from qerl.model.adapter_files import adapter_lora_config, load_adapter, save_ada
 from qerl.model.decoder import Decoder, DecoderLayer
 from qerl.model.hashes import adapter_hash, base_hash, norm_hash
 from qerl.model.linear import GroupedLinear
+from qerl.model.locate import resolve_model_path
 from qerl.model.lora import LoraGroup
 from qerl.model.model_files import EMBEDDING, FINAL_NORM, HEAD, load_weights, save_model
 from qerl.model.spec import GroupShape, ModelSpec
@@ -46,7 +45,6 @@ __all__ = [
     "save_model",
 ]
 
-DEMO_MODEL = "demo"
 PACKED_SUFFIX = "weight_packed"
 ACTIVATION_SCALE_SUFFIX = "input_global_scale"
 
@@ -365,34 +363,3 @@ def _ignored_tensors(spec: ModelSpec) -> frozenset[str]:
         )
         ignored |= {f"model.{name}.{ACTIVATION_SCALE_SUFFIX}" for name in parts}
     return frozenset(ignored)
-
-
-def resolve_model_path(name: str) -> Path:
-    """The folder that a user's model setting means.
-
-    ``demo`` is the packaged tiny model; otherwise an existing folder, or a NAME under ``$QERL_MODELS``.
-
-    Raises:
-        CheckpointError: there is no such folder; names the nearest one.
-    """
-    if name == DEMO_MODEL:
-        return Path(str(resources.files("qerl") / "assets" / "demo_model"))
-    if Path(name).expanduser().is_dir():
-        return Path(name).expanduser()
-    root = os.environ.get("QERL_MODELS")
-    names = (
-        sorted(entry.name for entry in Path(root).iterdir() if entry.is_dir()) if root and Path(root).is_dir() else []
-    )
-    if root and (Path(root) / name).is_dir():
-        return Path(root) / name
-    close = nearest(Path(name).name, [*names, DEMO_MODEL])
-    remedy = f"Did you mean {close}?" if close else None
-    if remedy is None and root is None:
-        remedy = "Set QERL_MODELS to the folder that holds your models to use their names."
-    raise CheckpointError(
-        "the model cannot be found",
-        got=name,
-        expected=f"a folder (for a plan one with its config.json alone), `{DEMO_MODEL}`, or a name under $QERL_MODELS"
-        + (f" ({', '.join(names[:8])})" if names else " (not set or empty)"),
-        remedy=remedy,
-    )

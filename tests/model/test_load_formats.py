@@ -288,6 +288,9 @@ def test_models_are_found_by_folder_or_by_name(tmp_path, monkeypatch):
         CheckpointError, match=r"cannot be found; got SmolLM2-135M;.*Did you mean SmolLM2-135M-Instruct"
     ):
         resolve_model_path("SmolLM2-135M")
+    # Another size is another model.
+    with pytest.raises(CheckpointError, match=r"got SmolLM2-1.7B-Instruct; [^?]*$"):
+        resolve_model_path("SmolLM2-1.7B-Instruct")
     monkeypatch.delenv("QERL_MODELS")
     with pytest.raises(CheckpointError, match="Set QERL_MODELS"):
         resolve_model_path("SmolLM2-135M-Instruct")
