@@ -8,6 +8,7 @@ from pathlib import Path
 from statistics import fmean, median, variance
 from typing import Any
 
+from qerl.experiments.axes import axis_rows, axis_text, common_choice
 from qerl.experiments.folders import Collection
 from qerl.experiments.pairs import CONFIDENCE, Cell, known_pairs, pair_rows, spread
 from qerl.experiments.statistics import censored_median, pareto_front
@@ -69,7 +70,7 @@ def _comparison(name: str | None, phase: str, cells: Sequence[Cell], known: Mapp
         accuracy_by_seconds=_accuracy_curves(by_arm, arms, device_seconds),
         stage_seconds={arm.key: _mean_stages(by_arm[arm.key]) for arm in arms},
         changed=tuple(_changed(by_arm, arms)),
-        choices=tuple(_choices(known)) if phase == "final" else (),
+        choices=_choices(known) if phase == "final" else _common_choice(plan, phase, arms),
         notes=(*_notes(cells, with_config), *_spread_notes(arms, plan)),
         machine=_machine(cells),
     )
@@ -116,7 +117,7 @@ def _arm(key: str, cells: Sequence[Cell], target: Mapping[str, Any], below: floa
     peaks = [row.peak_bytes for row in seeds if row.peak_bytes is not None]
     first = cells[0]
     axes = dict(first.get("axes") or {})
-    suffix = ", ".join(f"{name.rpartition('.')[2]} {plain(value)}" for name, value in axes.items())
+    suffix = axis_text(axes)
     label = str(first.get("label") or first.get("arm") or key)
     return ArmRow(
         key=key,
@@ -252,14 +253,20 @@ def _changed(by_arm: Mapping[str, Sequence[Cell]], arms: Sequence[ArmRow]) -> li
     return [row for row in rows if any(value != row.values[0] for value in row.values)]
 
 
-def _choices(known: Mapping[str, Any]) -> list[str]:
+def _common_choice(plan: Mapping[str, Any], phase: str, arms: Sequence[ArmRow]) -> tuple[str, ...]:
+    """Under mechanism: the value of the axes that one rule takes for all arms."""
+    choice = common_choice(axis_rows(arms)) if plan.get("protocol") == "mechanism" and phase == "run" else None
+    return () if choice is None else (choice,)
+
+
+def _choices(known: Mapping[str, Any]) -> tuple[str, ...]:
     found = []
     for arm, choice in (known.get("choices") or {}).items():
         chosen = choice["axes"]
         what = "none" if chosen is None else ", ".join(f"{key} {plain(value)}" for key, value in chosen.items())
         score = "" if choice["score"] is None else f" at {choice['score']:.1%}"
         found.append(f"{arm}: {what}{score}, best of {choice['trials']} trials, {choice['failed']} failed")
-    return found
+    return tuple(found)
 
 
 def _policy(cells: Sequence[Cell]) -> str:

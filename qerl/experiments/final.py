@@ -47,6 +47,12 @@ def wanted(specs: Sequence[FinalConfig], config: Config) -> list[FinalConfig]:
     return [spec for spec in specs if spec.noise == "off" or config.aqn.enabled]
 
 
+def missing(run: RunDir, specs: Sequence[FinalConfig], config: Config) -> list[FinalConfig]:
+    """Of these, what ``final.json`` lacks."""
+    made: Mapping[str, Any] = run.read_json(run.final_path) or {}
+    return [spec for spec in wanted(specs, config) if spec.name not in made]
+
+
 def evaluate_trained(trained: Trained, specs: Sequence[FinalConfig], time_for: TimeFor) -> bool:
     """Make the evaluations that ``final.json`` lacks, as long as there is time; whether all are there.
 
@@ -55,9 +61,7 @@ def evaluate_trained(trained: Trained, specs: Sequence[FinalConfig], time_for: T
     run, config = trained.run, trained.config
     results: dict[str, Any] = run.read_json(run.final_path) or {}
     each = max([float(row.get("time/evaluate") or 0.0) for row in run.read_metrics()] or [0.0]) / config.eval.samples
-    for spec in wanted(specs, config):
-        if spec.name in results:
-            continue
+    for spec in missing(run, specs, config):
         prompts, too_long = _questions(trained, spec)
         if not time_for(each * spec.samples * len(prompts) / max(len(trained.eval_prompts), 1)):
             return False

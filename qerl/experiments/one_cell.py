@@ -9,9 +9,10 @@ import torch
 
 from qerl.errors import QerlError, RunFolderError, RunStopped
 from qerl.experiments.cells import Cell
-from qerl.experiments.final import Trained, evaluate_trained, from_trainer, reopen, wanted
+from qerl.experiments.final import Trained, evaluate_trained, from_trainer, missing, reopen
 from qerl.experiments.manifest import State, work_folder
 from qerl.experiments.plan import Plan
+from qerl.experiments.process import AGAIN
 from qerl.experiments.shared import evaluate_before
 from qerl.experiments.summary import write_cell_summary
 from qerl.metrics.run_dir import RunDir
@@ -81,7 +82,7 @@ def _train_and_evaluate(plan: Plan, cell: Cell, run: RunDir, deadline: Deadline)
         signal_number = stop.signal_number
 
     if has_all_steps(run):
-        if len(run.read_json(run.final_path) or {}) < len(wanted(specs, config)):
+        if missing(run, specs, config):
             with StopRequest(lambda text: None) as stop:
                 finals(reopen(config, run), stop)
     else:
@@ -93,13 +94,14 @@ def _train_and_evaluate(plan: Plan, cell: Cell, run: RunDir, deadline: Deadline)
                 deadline=deadline,
                 before=lambda trainer, stop: evaluate_before(trainer, stop, plan.out),
                 after=lambda trainer, stop: finals(from_trainer(trainer), stop),
+                again=AGAIN,
             )
         finally:
             share_probe(plan, run)
         if not has_all_steps(run):
             return "stopped"
     if signal_number is not None and not done:
-        raise RunStopped("stopped between evaluations of the trained model", signal_number)
+        raise RunStopped(f"stopped between evaluations of the trained model. {AGAIN} goes on", signal_number)
     return "finished" if done else "trained"
 
 

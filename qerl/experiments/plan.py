@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -17,6 +17,7 @@ from qerl.config.schema import Config, LogConfig, LoraConfig, OptimConfig, Quant
 from qerl.errors import ConfigError, QerlError, RunFolderError
 from qerl.experiments.cells import Cell, expand, load_matrix
 from qerl.experiments.manifest import Manifest
+from qerl.experiments.matched import outdated
 from qerl.experiments.schema import FinalConfig, MatrixConfig
 from qerl.experiments.statistics import detectable_difference
 from qerl.metrics.files import check_writable
@@ -61,7 +62,9 @@ UNBEGUN = ("waiting", "invalid")
 """States of a cell that has no run."""
 
 
-def open_plan(path: Path, settings: Sequence[str], out: Path | None, *, data: bool = True) -> Plan:
+def open_plan(
+    path: Path, settings: Sequence[str], out: Path | None, *, data: bool = True, only: Collection[str] | None = None
+) -> Plan:
     """Read the matrix, make its cells with what is known so far, and check each: nothing is loaded and no folder made.
 
     A cell that cannot run has its ``problem``; the others are none the worse for it.
@@ -71,6 +74,7 @@ def open_plan(path: Path, settings: Sequence[str], out: Path | None, *, data: bo
         settings: ``key=value`` for all cells.
         out: folder of the run folders; None is ``runs/NAME``.
         data: check data, chat templates and reward functions too (seconds; once for all cells that share them).
+        only: check these cells alone, and the arms whose entropy they match: for a process that works on them. None checks all.
 
     Raises:
         ConfigError: the matrix itself is refused, no cell can run and all for one reason, or a cell that has begun was begun with
@@ -94,25 +98,39 @@ def open_plan(path: Path, settings: Sequence[str], out: Path | None, *, data: bo
         raise ConfigError(
             "the folder holds another matrix", got=f"{folder}: {known['matrix']}", remedy="Choose another --out"
         )
-    cells = expand(
-        matrix,
-        path,
-        settings,
-        folder,
-        choices={arm: choice["axes"] for arm, choice in known["choices"].items() if choice["axes"] is not None},
-        temperatures={group: found["temperature"] for group, found in known["matched"].items()},
-    )
+    choices = {arm: choice["axes"] for arm, choice in known["choices"].items() if choice["axes"] is not None}
+    temperatures = {group: found["temperature"] for group, found in known["matched"].items()}
+    cells = expand(matrix, path, settings, folder, choices=choices, temperatures=temperatures)
+    stale = outdated(cells, known["matched"], folder)
+    if stale:
+        temperatures = {group: value for group, value in temperatures.items() if group not in stale}
+        cells = expand(matrix, path, settings, folder, choices=choices, temperatures=temperatures)
     others = tuple(spec.data for spec in matrix.final if spec.data is not None)
-    checked = tuple(_checked(cell, others, data=data) for cell in cells)
-    _refuse_one_problem_of_all(checked)
+    wanted = _concerned(cells, only)
+    checked = tuple(_checked(cell, others, data=data) if cell.name in wanted else cell for cell in cells)
+    _refuse_one_problem_of_all([cell for cell in checked if cell.name in wanted])
     plan = Plan(path=path, settings=tuple(settings), matrix=matrix, out=folder, cells=checked, manifest=manifest)
-    _check_begun(plan)
+    _check_begun(plan, wanted)
     _check_finals(plan, known)
     return plan
 
 
+def _concerned(cells: Sequence[Cell], only: Collection[str] | None) -> set[str]:
+    """Names of the cells that a process looks at which works on ``only``."""
+    asked = [cell for cell in cells if only is None or cell.name in only]
+    matched = {cell.arm.match_temperature.arm for cell in asked if cell.arm.match_temperature is not None}
+    return {cell.name for cell in asked} | {cell.name for cell in cells if cell.arm.name in matched}
+
+
 def _check_finals(plan: Plan, known: Mapping[str, Any]) -> None:
-    """Refuse an evaluation of trained models that has changed since some were made under its name."""
+    """Refuse an evaluation under noise where no arm has any, and one that has changed since some were made under its name."""
+    under_noise = [spec.name for spec in plan.matrix.final if spec.noise != "off"]
+    if under_noise and not any(cell.config is None or cell.config.aqn.enabled for cell in plan.cells):
+        raise ConfigError(
+            "no arm is trained with noise, so no model would be evaluated under it",
+            got=f"final: {', '.join(under_noise)}",
+            remedy="Take it out, or enable aqn in an arm",
+        )
     if not any(entry.get("state") in ("finished", "trained") for entry in known["cells"].values()):
         return
     before = {spec["name"]: spec for spec in (known.get("plan") or {}).get("final", ())}
@@ -218,11 +236,11 @@ def _data_problem(text: str, others: tuple[str, ...]) -> str | None:
     return None
 
 
-def _check_begun(plan: Plan) -> None:
+def _check_begun(plan: Plan, wanted: Collection[str]) -> None:
     """Refuse a matrix that has changed since a cell was run: its cells would not be of one kind."""
     for cell in plan.cells:
         run = plan.run(cell)
-        if cell.config is None or cell.pending or not run.config_path.exists():
+        if cell.name not in wanted or cell.config is None or cell.pending or not run.config_path.exists():
             continue
         begun = load_config(run.config_path, [])
         try:

@@ -14,7 +14,7 @@ from qerl.errors import RunStopped
 from qerl.experiments.cells import Cell
 from qerl.experiments.manifest import work_folder
 from qerl.experiments.plan import Plan
-from qerl.experiments.process import LOOK_SECONDS, Child, Ending
+from qerl.experiments.process import AGAIN, LOOK_SECONDS, Child, Ending
 from qerl.metrics.run_lock import is_held
 from qerl.train.stop import StopRequest
 
@@ -34,6 +34,8 @@ class Running:
     cell: Cell
     child: Child
     device: str | None
+    search: bool
+    """Whether it looks for the temperature of the cell's arm, and does not run the cell."""
 
 
 class Pool:
@@ -54,21 +56,21 @@ class Pool:
     def has_room(self) -> bool:
         return len(self.running) < self._jobs
 
-    def start(self, cell: Cell, arguments: Sequence[str], seconds: float | None) -> None:
-        """Begin a cell on the device with the fewest."""
+    def start(self, cell: Cell, arguments: Sequence[str], seconds: float | None, *, search: bool = False) -> None:
+        """Begin a cell, or the search for its temperature, on the device with the fewest."""
         device = min(self._devices, key=self._load, default=None)
-        self._plan.manifest.note(cell.name, device=device)
         beside = [name for name in self._at_work(device) if name != cell.name]
-        for name in (cell.name, *beside) if beside else ():
+        if not search:
+            self._plan.manifest.note(cell.name, device=device)
+        for name in (*(() if search else (cell.name,)), *beside) if beside else ():
             self._plan.manifest.note(name, shared_device=True)
-        child = Child(
-            self._plan, ["--cell", cell.name, *arguments], seconds, device, cell.name if self._jobs > 1 else None
-        )
-        self.running.append(Running(cell=cell, child=child, device=device))
+        name = None if self._jobs == 1 else f"{cell.group} (temperature)" if search else cell.name
+        child = Child(self._plan, ["--cell", cell.name, *arguments], seconds, device, name)
+        self.running.append(Running(cell=cell, child=child, device=device, search=search))
 
     def _at_work(self, device: str | None) -> list[str]:
         """Cells at work on a device, those of other processes of this folder among them. Without a name it may be any."""
-        own = [other.cell.name for other in self.running if other.device == device]
+        own = [other.cell.name for other in self.running if other.device == device and not other.search]
         entries = self._plan.manifest.read()["cells"].items()
         theirs = [name for name, entry in entries if device is None or entry.get("device") in (None, device)]
         return own + [name for name in theirs if name not in own and is_held(work_folder(self._plan.out, name))]
@@ -76,11 +78,11 @@ class Pool:
     def _load(self, device: str) -> int:
         return sum(other.device == device for other in self.running)
 
-    def take_ended(self) -> list[tuple[Cell, Ending]]:
-        """Cells whose process has ended since the last call, each with how."""
+    def take_ended(self) -> list[tuple[Running, Ending]]:
+        """Those whose process has ended since the last call, each with how."""
         ended = [entry for entry in self.running if not entry.child.running]
         self.running = [entry for entry in self.running if entry not in ended]
-        return [(entry.cell, entry.child.ending()) for entry in ended]
+        return [(entry, entry.child.ending()) for entry in ended]
 
     @contextmanager
     def passing_signals_on(self) -> Iterator[Callable[[], bool]]:
@@ -103,7 +105,9 @@ class Pool:
                     entry.child.kill()
                 raise
         if stop.signal_number is not None:
-            raise RunStopped("running cells were stopped after their step, which is saved", stop.signal_number)
+            raise RunStopped(
+                f"running cells were stopped after their step, which is saved. {AGAIN} goes on", stop.signal_number
+            )
 
     def wait(self) -> None:
         """A moment between two looks."""

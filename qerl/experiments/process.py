@@ -24,6 +24,8 @@ STARTING_SECONDS = 5.0
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 LOOK_SECONDS = 0.1
 """Between two looks at running processes."""
+AGAIN = "The same matrix command"
+"""What goes on with a cell that was stopped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,5 +148,5 @@ def run_child(plan: Plan, arguments: Sequence[str]) -> str | None:
             raise
     ending = child.ending()
     if stop.signal_number is not None:
-        raise RunStopped("the running process was stopped", stop.signal_number)
+        raise RunStopped(f"the running process was stopped. {AGAIN} goes on", stop.signal_number)
     return None if ending.code in (0, 1) else ending.words

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import shutil
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,23 +11,21 @@ from typing import Any
 from qerl.errors import ConfigError, RunStopped, nearest
 from qerl.experiments.cells import Cell
 from qerl.experiments.choice import choose
+from qerl.experiments.final import missing
+from qerl.experiments.matched import fingerprint, reference_of
 from qerl.experiments.one_cell import FAILURES, lock, run_cell, share_probe
 from qerl.experiments.plan import Plan, open_plan, record_plan
 from qerl.experiments.pool import Pool, visible_devices
+from qerl.experiments.portable import DONE, Portable
 from qerl.experiments.process import Ending, run_child
 from qerl.experiments.summary import write_cell_summary
 from qerl.experiments.temperature import find_temperature, initial_entropy
-from qerl.metrics.files import whole_folder
 from qerl.metrics.run_dir import RunDir
 from qerl.metrics.run_lock import is_held
-from qerl.train.portable import write_portable_run
 from qerl.train.stop import Deadline
 
-PORTABLE = "portable"
-"""Folder of the matrix folder with what goes to another machine."""
 RESERVED_SECONDS = 20.0
 """Kept back from a time limit for the checkpoint, its portable form and the summaries."""
-DONE = ("finished", "failed", "invalid")
 UNDONE = ("stopped", "trained", "running")
 """States in which a cell ends when time is up."""
 
@@ -66,53 +63,60 @@ def run_matrix(path: Path, settings: Sequence[str], out: Path | None, orders: Or
         RunStopped: SIGINT or SIGTERM ended it; what was reached is kept.
     """
     deadline = Deadline(None if orders.max_minutes is None else 60 * orders.max_minutes - RESERVED_SECONDS)
-    plan = open_plan(path, settings, out, data=not orders.own_process)
+    plan = open_plan(path, settings, out, data=not orders.own_process, only=orders.only if orders.own_process else None)
     check_orders(plan, orders)
     if not orders.own_process:
         record_plan(plan)
     for cell in plan.cells:
         if cell.problem is not None:
             say(f"{cell.name}: invalid, left out: {cell.problem}")
-    plan = _find_temperatures(plan, orders, deadline, say)
+    for cell in _selected(plan, orders):
+        names = _missing_finals(plan, cell) if plan.state(cell) == "finished" else []
+        if names and not _lacks_finals(plan, cell):
+            say(f"{cell.name}: finished without {', '.join(names)}, and its checkpoint is not here to make up for it")
+    if orders.match_only or orders.one_process:
+        plan = _find_temperatures(plan, orders, deadline, say)
     stopped: RunStopped | None = None
-    if not orders.match_only:
-        try:
-            plan = (
-                _run_here(plan, orders, deadline, say) if orders.one_process else _run_pool(plan, orders, deadline, say)
-            )
-        except RunStopped as stop:
-            stopped = stop
-    if orders.portable:
-        _write_portable(plan)
+    with Portable(plan, wanted=orders.portable) as portable:
+        if not orders.match_only:
+            run = _run_here if orders.one_process else _run_pool
+            try:
+                plan = run(plan, orders, deadline, say, portable)
+            except RunStopped as stop:
+                stopped = stop
     if stopped is not None:
-        raise RunStopped(f"{stopped}. The same matrix command goes on", stopped.exit_code - 128)
+        raise stopped
     return plan
 
 
-def _run_here(plan: Plan, orders: Orders, deadline: Deadline, say: Say) -> Plan:
+def _run_here(plan: Plan, orders: Orders, deadline: Deadline, say: Say, portable: Portable) -> Plan:
     """One cell after another in this process."""
     tried: set[str] = set()
     while True:
-        plan, due = _what_is_due(plan, orders, deadline, say, tried)
+        plan = _settle_choices(plan, orders, deadline, say)
+        due = [cell for cell in _selected(plan, orders) if cell.name not in tried and _is_due(plan, cell, orders)]
         if not due or not _has_time(plan, deadline, say):
             return plan
         tried.add(due[0].name)
         state = run_cell(plan, due[0], deadline, own_process=orders.own_process)
+        portable.take(due[0])
         say(f"{due[0].name}: {state}")
         if state in UNDONE:
             return plan
 
 
-def _run_pool(plan: Plan, orders: Orders, deadline: Deadline, say: Say) -> Plan:
+def _run_pool(plan: Plan, orders: Orders, deadline: Deadline, say: Say, portable: Portable) -> Plan:
     """Every cell in a process of its own, as many at one time as ``jobs`` says."""
     pool = Pool(plan, orders.jobs, visible_devices() if orders.jobs > 1 else ())
     tried: set[str] = set()
+    """Cells that were begun, and groups whose temperature was asked for."""
     over, look = False, True
     with pool.passing_signals_on() as stopping:
         while True:
             over = over or stopping()
             if look and not over and pool.has_room and (not pool.running or _common_part_is_made(plan)):
-                plan, due = _what_is_due(plan, orders, deadline, say, tried)
+                plan = _settle_choices(plan, orders, deadline, say)
+                due = _due_in_pool(plan, orders, tried)
                 look = bool(due)
                 if due and is_held(lock(plan, due[0]).folder):
                     tried.add(due[0].name)
@@ -120,6 +124,10 @@ def _run_pool(plan: Plan, orders: Orders, deadline: Deadline, say: Say) -> Plan:
                     continue
                 if due and _has_time(plan, deadline, say):
                     left = deadline.seconds_left()
+                    if due[0].pending:
+                        tried.add(due[0].group)
+                        pool.start(due[0], ["--match"], None, search=True)
+                        continue
                     tried.add(due[0].name)
                     if plan.state(due[0]) == "running":
                         # Of a process that is gone; whatever becomes of the new one, this is not its state.
@@ -131,11 +139,16 @@ def _run_pool(plan: Plan, orders: Orders, deadline: Deadline, say: Say) -> Plan:
             if not pool.running:
                 return plan
             pool.wait()
-            for cell, ending in pool.take_ended():
-                state = _ended(plan, cell, ending)
-                error = plan.manifest.cell(cell.name).get("error") if state == "failed" else None
-                say(f"{cell.name}: {state}" + (f": {error}. --retry runs it again" if error else ""))
-                look, over = True, over or state in UNDONE
+            for entry, ending in pool.take_ended():
+                look = True
+                if entry.search:
+                    plan = _searched(plan, entry.cell, ending, say)
+                    continue
+                state = _ended(plan, entry.cell, ending)
+                portable.take(entry.cell)
+                error = plan.manifest.cell(entry.cell.name).get("error") if state == "failed" else None
+                say(f"{entry.cell.name}: {state}" + (f": {error}. --retry runs it again" if error else ""))
+                over = over or state in UNDONE
 
 
 def _common_part_is_made(plan: Plan) -> bool:
@@ -149,12 +162,24 @@ def _common_part_is_made(plan: Plan) -> bool:
     return bool(begun)
 
 
-def _what_is_due(
-    plan: Plan, orders: Orders, deadline: Deadline, say: Say, tried: Collection[str]
-) -> tuple[Plan, list[Cell]]:
-    """The plan with what trials have chosen since, and the cells that are to be run now."""
-    plan = _settle_choices(plan, orders, deadline, say)
-    return plan, [cell for cell in _selected(plan, orders) if cell.name not in tried and _is_due(plan, cell, orders)]
+def _due_in_pool(plan: Plan, orders: Orders, tried: Collection[str]) -> list[Cell]:
+    """Cells that can be run now, in their order; a pending one stands for the search for its temperature."""
+    left = [cell for cell in _selected(plan, orders) if cell.name not in tried]
+    return [
+        cell
+        for cell in left
+        if _is_due(plan, cell, orders) or (cell.group not in tried and _asks_for_temperature(plan, cell, orders))
+    ]
+
+
+def _searched(plan: Plan, cell: Cell, ending: Ending, say: Say) -> Plan:
+    """The plan with what a search has found; says what that is."""
+    if ending.code not in (0, 1):
+        if not ending.by_request:
+            say(f"{cell.group}: no temperature found: {ending.words}")
+        return plan
+    _say_temperatures(plan, [cell], say)
+    return open_plan(plan.path, plan.settings, plan.out, data=False)
 
 
 def check_orders(plan: Plan, orders: Orders) -> None:
@@ -188,7 +213,21 @@ def _is_due(plan: Plan, cell: Cell, orders: Orders) -> bool:
 
 def _is_open(plan: Plan, cell: Cell, orders: Orders) -> bool:
     state = plan.state(cell)
-    return state not in DONE or (state == "failed" and orders.retry)
+    return (
+        state not in DONE or (state == "failed" and orders.retry) or (state == "finished" and _lacks_finals(plan, cell))
+    )
+
+
+def _lacks_finals(plan: Plan, cell: Cell) -> bool:
+    """Whether a finished cell lacks an evaluation that the matrix asks for by now, and its model is here to make it."""
+    return plan.run(cell).latest_checkpoint() is not None and bool(_missing_finals(plan, cell))
+
+
+def _missing_finals(plan: Plan, cell: Cell) -> list[str]:
+    """Evaluations that a cell with all its steps has not had."""
+    if cell.phase == "tune" or cell.config is None:
+        return []
+    return [spec.name for spec in missing(plan.run(cell), plan.matrix.final, cell.config)]
 
 
 def _has_time(plan: Plan, deadline: Deadline, say: Say) -> bool:
@@ -221,14 +260,19 @@ def _ended(plan: Plan, cell: Cell, ending: Ending) -> str:
     return plan.state(cell)
 
 
+def _asks_for_temperature(plan: Plan, cell: Cell, orders: Orders) -> bool:
+    """Whether a cell waits for its temperature alone."""
+    open_choice = cell.phase == "final" and not cell.axes and bool(plan.matrix.axes_of(cell.arm))
+    asks = cell.pending and cell.problem is None and cell.arm.match_temperature is not None and not open_choice
+    return asks and _is_open(plan, cell, orders)
+
+
 def _find_temperatures(plan: Plan, orders: Orders, deadline: Deadline, say: Say) -> Plan:
     """Find what ``match_temperature`` asks for and is not known yet; one search a group, for all its seeds. A search that has begun is
     finished, whatever the deadline."""
     open_groups: dict[str, Cell] = {}
     for cell in _selected(plan, orders):
-        open_choice = cell.phase == "final" and not cell.axes and bool(plan.matrix.axes_of(cell.arm))
-        asks = cell.pending and cell.problem is None and cell.arm.match_temperature is not None and not open_choice
-        if asks and _is_open(plan, cell, orders):
+        if _asks_for_temperature(plan, cell, orders):
             open_groups.setdefault(cell.group, cell)
     left = deadline.seconds_left()
     if not open_groups or (left is not None and left <= 0):
@@ -242,16 +286,20 @@ def _find_temperatures(plan: Plan, orders: Orders, deadline: Deadline, say: Say)
     else:
         for group, cell in open_groups.items():
             _match_group(plan, group, cell)
+    _say_temperatures(plan, list(open_groups.values()), say)
+    return open_plan(plan.path, plan.settings, plan.out, data=False)
+
+
+def _say_temperatures(plan: Plan, cells: Sequence[Cell], say: Say) -> None:
     matched = plan.manifest.read()["matched"]
-    for group, cell in open_groups.items():
-        found = matched.get(group)
+    for cell in cells:
+        found = matched.get(cell.group)
         if found is None:
-            say(f"{group}: no temperature found: {plan.manifest.cell(cell.name).get('error')}")
+            say(f"{cell.group}: no temperature found: {plan.manifest.cell(cell.name).get('error')}")
         else:
             say(
-                f"{group}: temperature {found['temperature']:.4f} has the entropy of {found['arm']}, {found['entropy']:.4f} nats"
+                f"{cell.group}: temperature {found['temperature']:.4f} has the entropy of {found['arm']}, {found['entropy']:.4f} nats"
             )
-    return open_plan(plan.path, plan.settings, plan.out, data=False)
 
 
 def _match_group(plan: Plan, group: str, cell: Cell) -> None:
@@ -264,23 +312,23 @@ def _match_group(plan: Plan, group: str, cell: Cell) -> None:
                 plan.manifest.set_state(other.name, "failed", error=f"its temperature was not found: {error}")
         return
     with plan.manifest.change() as value:
-        value["matched"][group] = found
+        # The first of two searches at one time counts: cells may have been begun with what it found.
+        if value["matched"].get(group, {}).get("of") != found["of"]:
+            value["matched"][group] = found
 
 
 def _find(plan: Plan, cell: Cell) -> dict[str, Any]:
     """The temperature of a cell's group: its reference is the cell of the matched arm at the same axis values."""
     match = cell.arm.match_temperature
     assert match is not None and cell.config is not None
-    reference = next(
-        (c for c in plan.cells if c.arm.name == match.arm and c.axes == cell.axes and c.phase == cell.phase), None
-    )
+    reference = reference_of(plan.cells, cell)
     if reference is None or reference.config is None or reference.problem is not None:
         raise ConfigError("the arm whose entropy is matched has no valid cell at these axis values", got=match.arm)
     target = initial_entropy(reference.config, RunDir(plan.out), draws=match.draws)
     gc.collect()
     found = find_temperature(cell.config, RunDir(plan.out), target, match)
     gc.collect()
-    return found.to_dict() | {"arm": match.arm}
+    return found.to_dict() | {"arm": match.arm, "of": fingerprint(cell, reference, plan.out)}
 
 
 def _settle_choices(plan: Plan, orders: Orders, deadline: Deadline, say: Say) -> Plan:
@@ -299,21 +347,5 @@ def _settle_choices(plan: Plan, orders: Orders, deadline: Deadline, say: Say) ->
                     plan.manifest.set_state(cell.name, "failed", error="none of its trials finished")
         say(f"{arm}: chose {choice['axes']} among {choice['trials']} trials ({choice['failed']} failed)")
     plan = open_plan(plan.path, plan.settings, plan.out, data=False)
-    return _find_temperatures(plan, orders, deadline, say)
-
-
-def _write_portable(plan: Plan) -> None:
-    """``portable/``: the matrix folder without what is large; cells that are not done have their checkpoint in it."""
-    with whole_folder(plan.out / PORTABLE) as folder:
-        for path in (plan.manifest.path, RunDir(plan.out).probe_path):
-            if path.exists():
-                shutil.copyfile(path, folder / path.name)
-        for cell in plan.cells:
-            run = plan.run(cell)
-            if run.holds_a_run():
-                # Full-parameter checkpoints have no portable form: such a cell goes on only where it is.
-                small = plan.state(cell) not in DONE and cell.config is not None and cell.config.train.mode != "full"
-                write_portable_run(run, folder / cell.name, checkpoint=small)
-            elif run.cell_path.exists():
-                (folder / cell.name).mkdir()
-                shutil.copyfile(run.cell_path, folder / cell.name / run.cell_path.name)
+    # Beside running cells it is searched for when its turn comes.
+    return _find_temperatures(plan, orders, deadline, say) if orders.one_process else plan

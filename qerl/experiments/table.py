@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from qerl.experiments.axes import AxisRow, axis_rows
 from qerl.report import text
 from qerl.report.comparison import ArmRow, Comparison, PairRow, Spread
 
@@ -20,6 +21,9 @@ def _section(comparison: Comparison) -> str:
     phase = {"tune": ", trials", "final": ", final runs"}.get(comparison.phase, "")
     parts = [f"**{comparison.title}** (protocol {comparison.protocol or 'none'}{phase}): {_conditions(comparison)}"]
     parts.append(_arms(comparison))
+    rows = axis_rows(comparison.arms) if comparison.protocol == "mechanism" else []
+    if rows:
+        parts.append(_axis(rows))
     if comparison.pairs:
         parts.append(_pairs(comparison))
     remarks = [*comparison.choices, *comparison.notes]
@@ -60,6 +64,20 @@ def _arm(comparison: Comparison, arm: ArmRow, finals: Sequence[str]) -> list[str
         row.append(target_text(arm, "device_seconds"))
     seconds = DASH if arm.device_seconds is None else f"{arm.device_seconds:.0f}"
     return [*row, seconds, text.size(arm.peak_bytes), "yes" if arm.on_front else ""]
+
+
+def _axis(rows: Sequence[AxisRow]) -> str:
+    """A line a value: accuracy after training of each arm, with how many of its runs collapsed."""
+    arms = list(dict.fromkeys(label for row in rows for label in row.arms))
+    lines = []
+    for row in rows:
+        cells = [row.arms.get(label) for label in arms]
+        texts = [
+            DASH if arm is None else f"{percent_spread(arm.after)} ({arm.collapsed} of {arm.judged})" for arm in cells
+        ]
+        mean = DASH if row.mean is None else f"{100 * row.mean:.1f} %"
+        lines.append([row.name, *texts, mean, f"{row.collapsed} of {row.judged}"])
+    return _table(["After training (collapsed)", *arms, "Mean over arms", "Collapsed"], lines)
 
 
 def _pairs(comparison: Comparison) -> str:

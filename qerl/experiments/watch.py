@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ MatrixEnding = Literal["finished", "stopped", "left"]
 QUIET_SECONDS = 60.0
 """Without a cell at work for so long, a matrix is taken for stopped: between two cells there are seconds."""
 OVER = ("finished", "failed", "invalid")
+PLAIN_WIDTH = 160
 HEADINGS = ("cell", "state", "step", "reward", "entropy", "held-out", "s a step", "time")
 
 
@@ -78,7 +80,8 @@ def watch_matrix(
     Raises:
         RunFolderError: a damaged file.
     """
-    console = console or Console()
+    # Into a file or a pipe nothing is cut off.
+    console = console or (Console() if sys.stdout.isatty() else Console(width=PLAIN_WIDTH))
     if once:
         console.print(_table(cell_lines(folder)))
         return None
@@ -117,7 +120,10 @@ def cell_lines(folder: Path) -> list[CellLine]:
 
 def _line(folder: Path, name: str, entry: Mapping[str, Any]) -> CellLine:
     run = RunDir(folder / name)
-    rows = run.read_metrics() if run.metrics_path.exists() else []
+    # A folder of results/ has summaries alone.
+    summary: Mapping[str, Any] = {} if run.metrics_path.exists() else run.read_json(run.summary_path) or {}
+    rows = _summary_rows(summary) if summary else run.read_metrics()
+    shared = bool(entry.get("shared_device") or summary.get("shared_device"))
     last: Mapping[str, Any] = rows[-1] if rows else {}
     held = [row["eval/accuracy"] for row in rows if row.get("eval/accuracy") is not None]
     seconds = [row["time/step"] for row in rows if row.get("time/step")]
@@ -126,7 +132,7 @@ def _line(folder: Path, name: str, entry: Mapping[str, Any]) -> CellLine:
         _number(last.get("reward"), "{:.3f}"),
         _number(last.get("entropy"), "{:.3f}"),
         " → ".join(f"{value:.1%}" for value in (held if len(held) < 2 else (held[0], held[-1]))),
-        _number(median(seconds) if seconds else None, "{:.2f}*" if entry.get("shared_device") else "{:.2f}"),
+        _number(median(seconds) if seconds else None, "{:.2f}*" if shared else "{:.2f}"),
         duration(float(last["time/elapsed"])) if "time/elapsed" in last else "",
     )
     at_work = is_held(work_folder(folder, name))
@@ -137,9 +143,23 @@ def _line(folder: Path, name: str, entry: Mapping[str, Any]) -> CellLine:
         name=name,
         state=state,
         at_work=bool(at_work) or (at_work is None and state == "running"),
-        shared=bool(entry.get("shared_device")),
+        shared=shared,
         values=values,
     )
+
+
+def _summary_rows(summary: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Rows like those of ``metrics.jsonl`` from the summary of a cell."""
+    rows: dict[int, dict[str, Any]] = {}
+    for key, (steps, values) in (summary.get("curves") or {}).items():
+        for step, value in zip(steps, values, strict=True):
+            rows.setdefault(int(step), {"step": int(step)})[key] = value
+    for point in summary.get("evaluations") or ():
+        rows.setdefault(int(point["step"]), {"step": int(point["step"])})["eval/accuracy"] = point["accuracy"]
+    found = [rows[step] for step in sorted(rows)]
+    if found and summary.get("wall_seconds"):
+        found[-1]["time/elapsed"] = summary["wall_seconds"]
+    return found
 
 
 def _number(value: Any, form: str) -> str:

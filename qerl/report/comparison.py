@@ -170,7 +170,7 @@ class Comparison:
     """Key of the arm -> stage -> mean seconds over its runs."""
     changed: tuple[ChangedRow, ...]
     choices: tuple[str, ...]
-    """best_recipe: what each arm's trials chose, in words."""
+    """In words. best_recipe: what each arm's trials chose; mechanism: the value of an axis that one rule takes for all arms."""
     notes: tuple[str, ...]
     """What keeps the comparison from being clean."""
     machine: str

@@ -26,7 +26,9 @@ def settle_memory(config: Config) -> Config:
     spec = ModelSpec.from_folder(require_model_path(config))
     budget = memory.budget_of(config, device)
     settled = memory.resolve(config, spec, budget, device_type=device.type)
-    text = memory_text(settled, spec, budget, device_type=device.type, asked=config) if budget is not None else ""
+    # What would fit is worth its second only to those who are refused.
+    refused = budget is not None and memory.predict(settled, spec, device_type=device.type).peak > budget.size
+    text = memory_text(settled, spec, budget, device_type=device.type, asked=config) if refused else ""
     memory.check_budget(settled, spec, budget, device_type=device.type, text=text)
     return settled
 

@@ -41,6 +41,8 @@ from qerl.train.summary import closing_lines, write_summary
 from qerl.train.timing import StageTimer
 from qerl.train.warnings import prompt_warnings, size_warnings
 
+RESUME = "The same command with --resume"
+
 
 def train(
     config: Config,
@@ -50,6 +52,7 @@ def train(
     deadline: Deadline | None = None,
     before: Callable[[Trainer, StopRequest], dict[str, float]] | None = None,
     after: Callable[[Trainer, StopRequest], None] | None = None,
+    again: str | None = None,
 ) -> Path:
     """Train as ``config`` says and return the run folder.
 
@@ -60,6 +63,7 @@ def train(
         deadline: end with a checkpoint after the step before which it is reached.
         before: makes the evaluation before training, or takes over one that is known (``Trainer.evaluate_before``).
         after: called with the live trainer when the plan is finished, before the summary.
+        again: the command that goes on with a stopped run, for its last words; None is the same one with ``--resume``.
 
     Raises:
         QerlError: anything a user can cause; nothing is written before the configuration, model and data are known good.
@@ -93,7 +97,7 @@ def train(
         for text in [*length_notes, *([lock.note] if lock.note else [])]:
             trainer.warn(text)
         trainer.progress.start(header(config, session, trainer))
-        run_to_end(trainer, stop_after, deadline, after)
+        run_to_end(trainer, stop_after, deadline, after, again)
     return run.path
 
 
@@ -102,6 +106,7 @@ def run_to_end(
     stop_after: int | None,
     deadline: Deadline | None,
     after: Callable[[Trainer, StopRequest], None] | None,
+    again: str | None,
 ) -> None:
     """The loop, the summary and the report, under signals that stop it; arguments as of :func:`train`.
 
@@ -119,24 +124,25 @@ def run_to_end(
             except MissingDependencyError as error:
                 report = f"not written: {error}; then `qerl report {trainer.run.path}`"
         except KeyboardInterrupt:
-            raise RunStopped(stopped_at_once(trainer.run), stop.signal_number or signal.SIGINT) from None
+            raise RunStopped(stopped_at_once(trainer.run, again), stop.signal_number or signal.SIGINT) from None
         finally:
             trainer.progress.close()
     trainer.progress.finish(closing_lines(summary, trainer.run.path, report))
     if stop.signal_number is not None and not finished:
         raise RunStopped(
             f"stopped by {signal.Signals(stop.signal_number).name} after step {trainer.state.step} of "
-            f"{trainer.config.train.steps}, which is saved. The same command with --resume goes on",
+            f"{trainer.config.train.steps}, which is saved. {again or RESUME} goes on",
             stop.signal_number,
         )
 
 
-def stopped_at_once(run: RunDir) -> str:
-    """What to tell who has stopped a run in the middle of a step."""
+def stopped_at_once(run: RunDir, again: str | None) -> str:
+    """What to tell who has stopped a run in the middle of a step; ``again`` as of :func:`train`."""
     newest = run.latest_checkpoint()
     if newest is None:
-        return f"stopped at once: no checkpoint had been written. Delete {run.path} and start again"
-    return f"stopped at once: the running step is lost. The same command with --resume goes on from {newest.name}"
+        anew = f"Delete {run.path} and start again" if again is None else f"{again} begins anew"
+        return f"stopped at once: no checkpoint had been written. {anew}"
+    return f"stopped at once: the running step is lost. {again or RESUME} goes on from {newest.name}"
 
 
 def clear(folder: Path, kept: set[str]) -> None:

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 from matrix_builders import ARMS, write_matrix
 
+from qerl.config.load import load_config
 from qerl.errors import RunFolderError, RunStopped
 from qerl.experiments import final, one_cell, runner
 from qerl.experiments.manifest import AT_WORK, Manifest
@@ -103,6 +104,88 @@ def test_a_wider_range_finds_the_temperature_of_an_arm_that_failed_for_want_of_o
     assert run_matrix(matrix(1.9, 2.0), [], tmp_path / "out", only, quiet).manifest.cell("warm-s0")["state"] == "failed"
     again = run_matrix(matrix(0.5, 2.0), [], tmp_path / "out", replace(only, retry=True), quiet)
     assert again.manifest.cell("warm-s0")["state"] == "finished"
+
+
+def test_a_temperature_found_under_other_settings_or_on_another_probe_set_is_searched_anew(tmp_path):
+    """What the entropies do not depend on may change; and the seeds of a group that has begun keep one temperature."""
+    warm = {"name": "warm", "set": {"aqn.enabled": False}, "match_temperature": {"arm": "noisy", "high": 4.0}}
+
+    def pending(*settings, **changes):
+        write_matrix(tmp_path, arms=[ARMS[1], warm], seeds=[0, 1], **changes)
+        plan = open_plan(tmp_path / "matrix.yaml", settings, tmp_path / "out", data=False)
+        return [cell.name for cell in plan.cells if cell.pending]
+
+    assert pending() == ["warm-s0", "warm-s1"]
+    out = RunDir(tmp_path / "out")
+    run_matrix(tmp_path / "matrix.yaml", [], out.path, replace(ALONE, match_only=True), quiet)
+    assert pending() == [] and pending(set={"optim.lr": 1e-2}) == []
+    for changes in ({"set": {"model.dtype": "bfloat16"}}, {"set": {"train.steps": 4}}, {"seeds": [1]}):
+        kept = write_matrix(tmp_path, **({"arms": [ARMS[1], warm], "seeds": [0, 1]} | changes))
+        assert any(cell.pending for cell in open_plan(kept, [], out.path, data=False).cells), changes
+    probe = out.probe_path.read_text()
+    out.probe_path.write_text(probe.replace('"stop_reason": "length"', '"stop_reason":"length"') + "\n")
+    assert pending() == ["warm-s0", "warm-s1"]
+    out.probe_path.write_text(probe)
+    RunDir.create(out.path / "warm-s1").append_metrics(0, {})
+    assert pending(set={"train.steps": 4}) == []
+
+
+def test_the_first_of_two_searches_counts(tmp_path):
+    """Another command may have begun cells with what it found."""
+    warm = {"name": "warm", "set": {"aqn.enabled": False}, "match_temperature": {"arm": "noisy", "high": 4.0}}
+    path = write_matrix(tmp_path, arms=[ARMS[1], warm])
+    plan = open_plan(path, [], tmp_path / "out")
+    record_plan(plan)
+    runner._match_group(plan, "warm", plan.cells[1])
+    with plan.manifest.change() as value:
+        value["matched"]["warm"]["temperature"] += 1e-4
+    first = plan.manifest.read()["matched"]["warm"]
+    runner._match_group(plan, "warm", plan.cells[1])
+    assert plan.manifest.read()["matched"]["warm"] == first
+
+
+def test_a_temperature_is_searched_for_beside_running_cells(tmp_path):
+    """When its turn comes, in a process of its own; the arm's cells follow."""
+    warm = {"name": "warm", "set": {"aqn.enabled": False}, "match_temperature": {"arm": "noisy", "high": 4.0}}
+    path = write_matrix(tmp_path, arms=[ARMS[1], warm], set={"train.steps": 1})
+    said: list[str] = []
+    plan = run_matrix(path, [], tmp_path / "out", Orders(jobs=2), said.append)
+    assert states(plan) == {"noisy-s0": "finished", "warm-s0": "finished"}
+    assert any(text.startswith("warm: temperature ") for text in said)
+    found = plan.manifest.read()["matched"]["warm"]["temperature"]
+    assert load_config(plan.run(plan.cells[1]).config_path, []).rollout.temperature == found
+    assert plan.manifest.cell("noisy-s0")["shared_device"], "a search takes its share of the device too"
+
+
+def test_two_commands_keep_one_portable_folder(tmp_path):
+    """Each writes the cells that are its own, and what is there and has not changed stays."""
+    path = write_matrix(tmp_path, set={"train.steps": 1})
+    folder = tmp_path / "out" / "portable"
+    run_matrix(path, [], tmp_path / "out", replace(ALONE, only=("plain-s0",)), quiet)
+    first = (folder / "plain-s0").stat().st_ino
+    plan = open_plan(path, [], tmp_path / "out")
+    with one_cell.lock(plan, plan.cells[0]):
+        run_matrix(path, [], tmp_path / "out", replace(ALONE, only=("noisy-s0",)), quiet)
+    assert {entry.name for entry in folder.iterdir()} == {"matrix.json", "probe.json", "plain-s0", "noisy-s0"} - (
+        set() if RunDir(folder).probe_path.exists() else {"probe.json"}
+    )
+    run_matrix(path, [], tmp_path / "out", ALONE, quiet)
+    assert (folder / "plain-s0").stat().st_ino == first
+
+
+def test_a_process_that_works_on_one_cell_checks_that_one_and_the_arm_it_matches(tmp_path):
+    """31 checks of which 30 are of no use to it made its start slower by seconds."""
+    broken = {"name": "broken", "set": {"aqn.enabled": True, "quant.overrides": {"nothing.*": "bf16"}}}
+    warm = {"name": "warm", "set": {"aqn.enabled": False}, "match_temperature": {"arm": "broken"}}
+    path = write_matrix(tmp_path, arms=[ARMS[0], broken, warm])
+
+    def invalid(only):
+        return {
+            cell.name for cell in open_plan(path, [], tmp_path / "out", only=only).cells if cell.problem is not None
+        }
+
+    assert invalid(None) == {"broken-s0"} == invalid(("warm-s0",))
+    assert invalid(("plain-s0",)) == set()
 
 
 def test_time_that_is_over_begins_no_search(tmp_path):

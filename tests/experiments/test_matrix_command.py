@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,6 +16,7 @@ from typer.testing import CliRunner
 
 from qerl.cli import app
 from qerl.experiments.manifest import Manifest
+from qerl.metrics.run_dir import RunDir
 
 
 def qerl(*arguments):
@@ -46,6 +49,34 @@ def test_an_evaluation_that_has_changed_since_some_cells_had_it_is_refused(tmp_p
     assert refused.exit_code == 2 and "has changed that some cells have had" in " ".join(refused.stderr.split())
 
 
+def test_an_evaluation_that_is_asked_for_later_is_made_of_finished_cells_too(tmp_path):
+    """As long as their checkpoint is there; where it is not, that is said, and the cell stays as it is."""
+    run = RunDir(tmp_path / "out" / "plain-s0")
+    finals = [{"name": "sampled", "temperature": 1.0}, {"name": "greedy"}, {"name": "third"}]
+    command = ("matrix", tmp_path / "matrix.yaml", "--out", tmp_path / "out", "--one-process")
+    for count in (1, 2):
+        write_matrix(tmp_path, arms=ARMS[:1], set={"train.steps": 1}, final=finals[:count])
+        assert qerl(*command).exit_code == 0
+        assert list(run.read_json("final.json")) == ["sampled", "greedy"][:count]
+        assert Manifest(tmp_path / "out").cell("plain-s0")["state"] == "finished"
+    # The same weights, policy and questions as the evaluation after training.
+    made, after = run.read_json("final.json")["greedy"], run.read_json("summary.json")["evaluation"]["after"]
+    assert made["accuracy"] == after["accuracy"] and made["mean_length"] == after["mean_length"]
+    shutil.rmtree(run.checkpoints_dir)
+    write_matrix(tmp_path, arms=ARMS[:1], set={"train.steps": 1}, final=finals)
+    done = qerl(*command)
+    assert done.exit_code == 0 and "finished without third, and its checkpoint is not here" in " ".join(
+        done.stderr.split()
+    )
+    assert Manifest(tmp_path / "out").cell("plain-s0")["state"] == "finished"
+
+
+def test_an_evaluation_under_noise_needs_an_arm_with_noise(tmp_path):
+    path = write_matrix(tmp_path, arms=ARMS[:1], final=[{"name": "noisy", "noise": "last"}])
+    refused = qerl("matrix", path, "--out", tmp_path / "out", "--dry-run")
+    assert refused.exit_code == 2 and "no arm is trained with noise" in " ".join(refused.stderr.split())
+
+
 def test_mistakes_end_in_a_message(tmp_path):
     path = write_matrix(tmp_path)
     for arguments, words in (
@@ -75,7 +106,8 @@ def test_ctrl_c_reaches_every_running_cell_which_stops_after_its_step(tmp_path):
     path = write_matrix(tmp_path, set={"train.steps": 400, "log.progress": "plain"})
     command = [sys.executable, "-m", "qerl", "matrix", str(path), "--out", str(tmp_path / "out"), "--jobs", "2"]
     printed = tmp_path / "printed"
-    process = subprocess.Popen(command, stdout=printed.open("w"), stderr=subprocess.DEVNULL)
+    told = tmp_path / "told"
+    process = subprocess.Popen(command, stdout=printed.open("w"), stderr=told.open("w"))
     metrics = tmp_path / "out" / "noisy-s0" / "metrics.jsonl"
     deadline = time.monotonic() + 120
     while not (metrics.exists() and metrics.read_text().count("\n") > 2) and time.monotonic() < deadline:
@@ -83,9 +115,13 @@ def test_ctrl_c_reaches_every_running_cell_which_stops_after_its_step(tmp_path):
     os.kill(process.pid, signal.SIGINT)
     assert process.wait(timeout=60) == 130
     names = {line.partition(": ")[0] for line in printed.read_text().splitlines()}
+    assert "--resume" not in told.read_text()
     assert names == {"plain-s0", "noisy-s0"}, "every line says whose it is"
     for name in ("plain-s0", "noisy-s0"):
         assert Manifest(tmp_path / "out").cell(name)["state"] == "stopped"
+        assert re.search(
+            f"{name}: stopped by SIGTERM after step .* is saved. The same matrix command goes on", told.read_text()
+        )
         assert list((tmp_path / "out" / "portable" / name / "checkpoints").glob("*/portable.npz"))
 
 

@@ -53,6 +53,27 @@ def test_cells_are_followed_until_all_are_over(tmp_path):
     ]
 
 
+def test_a_folder_of_results_is_shown_from_its_summaries(tmp_path):
+    """Committed results have no metrics file: a line a cell is made of the curves and evaluations that were kept."""
+    Manifest(tmp_path).set_state("a-s0", "stopped")
+    summary = {
+        "curves": {
+            "reward": [[1.0, 2.0], [0.5, 0.6]],
+            "time/step": [[1.0, 2.0], [2.5, 3.5]],
+            "entropy": [[1.0], [0.3]],
+        },
+        "evaluations": [{"step": 0, "accuracy": 0.25}, {"step": 2, "accuracy": 0.5}],
+        "wall_seconds": 40.0,
+        "shared_device": True,
+    }
+    (tmp_path / "a-s0").mkdir()
+    (tmp_path / "a-s0" / "summary.json").write_text(json.dumps(summary))
+    table = console()
+    assert watch_matrix(tmp_path, once=True, console=table) is None
+    row = next(line for line in table.file.getvalue().splitlines() if "a-s0" in line)
+    assert row.split() == ["a-s0", "stopped", "2", "0.600", "25.0%", "→", "50.0%", "3.00*", "40s"]
+
+
 def test_a_matrix_without_a_cell_at_work_has_stopped_and_once_shows_a_table(tmp_path):
     manifest = Manifest(tmp_path)
     manifest.set_state("a-s0", "running")
