@@ -26,16 +26,22 @@ def test_cells_of_a_rollout_that_were_not_reached_are_noted(path):
     assert len(content["environment"]["commit"]) == 40
     command = shlex.split(content["command"])
     assert option(command, "--out", "") == f"results/{path.name}"
-    sequences = [int(count) for count in option(command, "--sequences", "1,8,32,64,128,256").split(",") if count]
-    asked = {
-        (size, form, noise, count)
-        for size in [option(command, "--size", "7B")]
-        for form in option(command, "--formats", "nvfp4").split(",")
-        for noise in option(command, "--noise", "off").split(",")
-        for count in (*sequences, *(["realistic"] if "--realistic" in command else []))
-    }
+    counts = {"off": option(command, "--sequences", "1,8,32,64,128,256")}
+    whole = ["realistic"] if "--realistic" in command else []
+    asked = set()
+    for index, name in enumerate(option(command, "--formats", "nvfp4").split(",")):
+        base, _, head = name.partition("/")
+        # Scopes of noise are timed with the first of the formats only.
+        for noise in (scope for scope in option(command, "--noise", "off").split(",") if index == 0 or scope == "off"):
+            sequences = counts.get(noise) or option(command, "--noise-at", "") or counts["off"]
+            for count in (*map(int, filter(None, sequences.split(","))), *whole):
+                asked.add((option(command, "--size", "7B"), base, head or "bf16", noise, count))
     held = {
-        (cell["size"], cell["format"], cell["noise"], cell.get("sequences", "realistic")) for cell in content["cells"]
+        (
+            *(cell["size"], cell["format"], cell.get("head", "bf16"), cell["noise"]),
+            cell.get("sequences", "realistic"),
+        )
+        for cell in content["cells"]
     }
     assert held <= asked
     missing = asked - held
