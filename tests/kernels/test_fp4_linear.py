@@ -97,6 +97,28 @@ def test_parts_with_their_own_a_equal_parts_that_share_a_stacked_one():
     )
 
 
+@pytest.mark.parametrize("starts", [(0, 0), (RANK, 0), (0, RANK)])
+def test_gradients_add_up_where_parts_read_the_same_ranks(starts):
+    leaves = [random(TOKENS, INPUTS), *adapter_tensors()]
+    weight, results = packed_weight(), []
+    for packed in (True, False):
+        x, a, b_first, b_last = tensors = [t.detach().clone().requires_grad_() for t in leaves]
+        parts = [
+            AdapterPart(start=0, stop=6, a_RI=a, b_OR=b_first, scale=0.5, rank_start=starts[0]),
+            AdapterPart(start=9, stop=13, a_RI=a, b_OR=b_last, scale=2.0, rank_start=starts[1]),
+        ]
+        if packed:
+            y = fp4_linear(x, weight, None, parts)
+        else:
+            own = [x @ a[start : start + RANK].T for start in starts]
+            y = x @ dequantize(weight, torch.float64).T + torch.cat(
+                [0.5 * own[0] @ b_first.T, x.new_zeros(TOKENS, 3), 2.0 * own[1] @ b_last.T], dim=1
+            )
+        results.append(torch.autograd.grad(y, tensors, random(TOKENS, OUTPUTS, seed=7)))
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+
+
 def test_a_zero_b_changes_no_bit():
     weight, x = packed_weight(), random(TOKENS, INPUTS, seed=4, dtype=torch.float32)
     a, b_first, b_last = (t.float() for t in adapter_tensors())

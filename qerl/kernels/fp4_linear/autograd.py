@@ -65,12 +65,17 @@ class Fp4Linear(torch.autograd.Function):
             shrunk = [x_TI @ a.T for a in a_RI]
 
         grad_b: list[Tensor | None] = []
-        grad_h = [grad_TO.new_zeros(grad_TO.shape[0], a.shape[0]) for a in a_RI]
+        grad_h, written = [], _each_rank_once(ctx.placements, a_RI)
+        for once, a in zip(written, a_RI, strict=True):
+            grad_h.append((grad_TO.new_empty if once else grad_TO.new_zeros)(grad_TO.shape[0], a.shape[0]))
         for index, (place, b) in enumerate(zip(ctx.placements, b_OR, strict=True)):
-            grad_h[place.a_index][:, place.ranks].addmm_(grad_TO[:, place.rows], b, alpha=place.scale)
-            wanted = needs[_ADAPTERS + ctx.split + index]
-            h_TR = shrunk[place.a_index][:, place.ranks] * place.scale if wanted else None
-            grad_b.append(None if h_TR is None else grad_TO[:, place.rows].T @ h_TR)
+            part_TO, beta = grad_TO[:, place.rows], float(not written[place.a_index])
+            grad_h[place.a_index][:, place.ranks].addmm_(part_TO, b, beta=beta, alpha=place.scale)
+            grad = None
+            if needs[_ADAPTERS + ctx.split + index]:
+                h_TR = shrunk[place.a_index][:, place.ranks]
+                grad = b.new_empty(b.shape).addmm_(part_TO.T, h_TR, beta=0.0, alpha=place.scale)
+            grad_b.append(grad)
         grad_a = [h.T @ x_TI if needs[_ADAPTERS + index] else None for index, h in enumerate(grad_h)]
 
         grad_x = None
@@ -78,3 +83,11 @@ class Fp4Linear(torch.autograd.Function):
             grad_x = ctx.kernel.input_gradient(grad_TO, ctx.weight, ctx.dense_OI, grad_h, a_RI)
         grad_bias = grad_TO.sum(0).to(ctx.bias_dtype) if needs[1] else None
         return grad_x, grad_bias, *[None] * (_ADAPTERS - 2), *grad_a, *grad_b
+
+
+def _each_rank_once(placements: Sequence[Placement], a_RI: Sequence[Tensor]) -> list[bool]:
+    """For every A, whether parts read its ranks one after another, each once: what flows back to them is then written, not added up."""
+    stops = [0] * len(a_RI)
+    for place in placements:
+        stops[place.a_index] = place.ranks.stop if place.ranks.start == stops[place.a_index] else -1
+    return [stop == len(a) for stop, a in zip(stops, a_RI, strict=True)]
