@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -13,6 +13,7 @@ from typing import Any, Literal
 from qerl.errors import RunFolderError
 from qerl.metrics.files import output_errors, write_json
 from qerl.metrics.run_dir import MATRIX_NAME
+from qerl.metrics.run_lock import is_held
 
 SCHEMA = 1
 AT_WORK = ".running"
@@ -29,6 +30,11 @@ def work_folder(out: Path, name: str) -> Path:
         name: the cell.
     """
     return out / AT_WORK / name
+
+
+def is_beside(entry: Mapping[str, Any], device: str | None) -> bool:
+    """Whether a cell that is at work may share a device with a process on ``device``. Without a name it may be any."""
+    return device is None or entry.get("device") in (None, device)
 
 
 class Manifest:
@@ -79,6 +85,18 @@ class Manifest:
             value = self.read()
             yield value
             write_json(self.path, value)
+
+    def at_work(self, device: str | None) -> list[str]:
+        """Cells that processes are at work on, this one's too, on that device."""
+        entries = self.read()["cells"].items()
+        out = self.path.parent
+        return [name for name, entry in entries if is_beside(entry, device) and is_held(work_folder(out, name))]
+
+    def note_sharing(self, names: Iterable[str]) -> None:
+        """Mark cells whose times are not their own."""
+        with self.change() as value:
+            for name in names:
+                value["cells"].setdefault(name, {"state": "waiting"})["shared_device"] = True
 
     def cell(self, name: str) -> dict[str, Any]:
         """What is known of a cell; ``state`` is ``waiting`` when nothing is."""

@@ -45,6 +45,7 @@ def _run_locked(plan: Plan, cell: Cell, deadline: Deadline, *, own_process: bool
     run = plan.run(cell)
     _refuse_strangers(plan, cell, run)
     plan.manifest.set_state(cell.name, "running", error=None, own_process=own_process)
+    _mark_sharing(plan, cell)
     try:
         state = _train_and_evaluate(plan, cell, run, deadline)
         plan.manifest.set_state(cell.name, state)
@@ -103,6 +104,16 @@ def _train_and_evaluate(plan: Plan, cell: Cell, run: RunDir, deadline: Deadline)
     if signal_number is not None and not done:
         raise RunStopped(f"stopped between evaluations of the trained model. {AGAIN} goes on", signal_number)
     return "finished" if done else "trained"
+
+
+def _mark_sharing(plan: Plan, cell: Cell) -> None:
+    """Mark this cell and those beside it on its device, of whatever command: their times are not their own.
+
+    Of two that begin together each holds its lock before it looks, so that at least the later one sees the other.
+    """
+    names = plan.manifest.at_work(plan.manifest.cell(cell.name).get("device"))
+    if set(names) - {cell.name}:
+        plan.manifest.note_sharing([cell.name, *names])
 
 
 def has_all_steps(run: RunDir) -> bool:

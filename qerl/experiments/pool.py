@@ -12,10 +12,8 @@ import torch
 
 from qerl.errors import RunStopped
 from qerl.experiments.cells import Cell
-from qerl.experiments.manifest import work_folder
 from qerl.experiments.plan import Plan
 from qerl.experiments.process import AGAIN, LOOK_SECONDS, Child, Ending
-from qerl.metrics.run_lock import is_held
 from qerl.train.stop import StopRequest
 
 
@@ -39,8 +37,8 @@ class Running:
 
 
 class Pool:
-    """Starts cells and waits for them; a cell that runs beside another on one device is marked in the manifest, for its times
-    are not its own.
+    """Starts cells and waits for them. Those of this command that share a device are marked in the manifest as they are begun, for
+    their times are not their own; with cells of other commands they mark themselves (``one_cell``).
 
     Args:
         plan: the matrix.
@@ -59,21 +57,17 @@ class Pool:
     def start(self, cell: Cell, arguments: Sequence[str], seconds: float | None, *, search: bool = False) -> None:
         """Begin a cell, or the search for its temperature, on the device with the fewest."""
         device = min(self._devices, key=self._load, default=None)
-        beside = [name for name in self._at_work(device) if name != cell.name]
-        if not search:
-            self._plan.manifest.note(cell.name, device=device)
-        for name in (*(() if search else (cell.name,)), *beside) if beside else ():
-            self._plan.manifest.note(name, shared_device=True)
+        manifest = self._plan.manifest
+        if search:
+            manifest.note_sharing(manifest.at_work(device))
+        else:
+            manifest.note(cell.name, device=device)
+            beside = [other for other in self.running if other.device == device]
+            if beside:
+                manifest.note_sharing([cell.name, *(other.cell.name for other in beside if not other.search)])
         name = None if self._jobs == 1 else f"{cell.group} (temperature)" if search else cell.name
         child = Child(self._plan, ["--cell", cell.name, *arguments], seconds, device, name)
         self.running.append(Running(cell=cell, child=child, device=device, search=search))
-
-    def _at_work(self, device: str | None) -> list[str]:
-        """Cells at work on a device, those of other processes of this folder among them. Without a name it may be any."""
-        own = [other.cell.name for other in self.running if other.device == device and not other.search]
-        entries = self._plan.manifest.read()["cells"].items()
-        theirs = [name for name, entry in entries if device is None or entry.get("device") in (None, device)]
-        return own + [name for name in theirs if name not in own and is_held(work_folder(self._plan.out, name))]
 
     def _load(self, device: str) -> int:
         return sum(other.device == device for other in self.running)

@@ -127,7 +127,7 @@ def run_to_end(
             raise RunStopped(stopped_at_once(trainer.run, again), stop.signal_number or signal.SIGINT) from None
         finally:
             trainer.progress.close()
-    trainer.progress.finish(closing_lines(summary, trainer.run.path, report))
+    trainer.progress.finish(closing_lines(summary, trainer.run.path, report, again or RESUME))
     if stop.signal_number is not None and not finished:
         raise RunStopped(
             f"stopped by {signal.Signals(stop.signal_number).name} after step {trainer.state.step} of "

@@ -15,8 +15,8 @@ from qerl.train.loop import Trainer
 SUMMARY_SCHEMA = 1
 
 
-def closing_lines(summary: dict[str, Any], folder: Path, report: str) -> dict[str, Any]:
-    """What the terminal shows after the last step."""
+def closing_lines(summary: dict[str, Any], folder: Path, report: str, again: str) -> dict[str, Any]:
+    """What the terminal shows after the last step; ``again`` is the command that goes on with a stopped run."""
     lines: dict[str, Any] = {"status": f"{summary['status']} after step {summary['steps']}"}
     for moment in ("before", "after"):
         result = summary["evaluation"][moment]
@@ -33,7 +33,7 @@ def closing_lines(summary: dict[str, Any], folder: Path, report: str) -> dict[st
         )
     lines |= {"seconds": f"{summary['wall_seconds']:.1f}", "run folder": folder, "report": report}
     if summary["status"] != "finished":
-        lines["resume"] = "the same command with --resume"
+        lines["resume"] = again[:1].lower() + again[1:]
     return lines
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 from contextlib import nullcontext
 from dataclasses import replace
@@ -155,6 +156,22 @@ def test_a_temperature_is_searched_for_beside_running_cells(tmp_path):
     found = plan.manifest.read()["matched"]["warm"]["temperature"]
     assert load_config(plan.run(plan.cells[1]).config_path, []).rollout.temperature == found
     assert plan.manifest.cell("noisy-s0")["shared_device"], "a search takes its share of the device too"
+
+
+def test_cells_of_two_commands_that_begin_together_mark_each_other(tmp_path):
+    """Neither command saw the other's cell when it began its own: the cells look when they have their locks."""
+    path = write_matrix(tmp_path, set={"train.steps": 1})
+    plan = open_plan(path, [], tmp_path / "out")
+    record_plan(plan)
+    plan.manifest.note("plain-s0", device="0")
+    plan.manifest.note("noisy-s0", device="1")
+    with one_cell.lock(plan, plan.cells[0]):
+        one_cell.run_cell(plan, plan.cells[1], Deadline(None), own_process=True)
+        assert not any("shared_device" in plan.manifest.cell(name) for name in ("plain-s0", "noisy-s0")), "two devices"
+        plan.manifest.note("noisy-s0", device="0", state="waiting")
+        shutil.rmtree(plan.run(plan.cells[1]).path)
+        one_cell.run_cell(plan, plan.cells[1], Deadline(None), own_process=True)
+        assert all(plan.manifest.cell(name)["shared_device"] for name in ("plain-s0", "noisy-s0"))
 
 
 def test_two_commands_keep_one_portable_folder(tmp_path):

@@ -115,7 +115,7 @@ def test_ctrl_c_reaches_every_running_cell_which_stops_after_its_step(tmp_path):
     os.kill(process.pid, signal.SIGINT)
     assert process.wait(timeout=60) == 130
     names = {line.partition(": ")[0] for line in printed.read_text().splitlines()}
-    assert "--resume" not in told.read_text()
+    assert "--resume" not in told.read_text() + printed.read_text()
     assert names == {"plain-s0", "noisy-s0"}, "every line says whose it is"
     for name in ("plain-s0", "noisy-s0"):
         assert Manifest(tmp_path / "out").cell(name)["state"] == "stopped"
