@@ -57,6 +57,26 @@ def test_the_step_benchmark_runs_every_kind_of_case_in_toy_shapes(tmp_path):
         assert entry["error_with_eta_of_the_stages"] == pytest.approx(1 / inverse / entry["measured"] - 1)
 
 
+def test_layers_are_timed_by_format_and_tokens_in_toy_shapes(tmp_path):
+    out = tmp_path / "layers.json"
+    options = ["--tiny", "--layers", "3", "--shapes", "8x10,3x12", "--formats", "bf16,nvfp4", "--out", str(out)]
+    command = [sys.executable, "-m", "qerl", "bench", "layers", *options]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    content = json.loads(out.read_text())
+    rows = content["rows"]
+    # Eight answers share their prompt of 4, three do not.
+    assert {name: row["tokens"] for name, row in rows.items()} == {
+        f"32B {name} {shape}": tokens for name in ("bf16", "nvfp4") for shape, tokens in (("8x10", 84), ("3x12", 48))
+    }
+    assert content["over_bf16"].keys() == {"32B nvfp4 8x10", "32B nvfp4 3x12"}
+    for name, row in rows.items():
+        every = row["all_layers"]
+        assert every["forward"]["ms"] == statistics.median(every["forward"]["all"]) > 0, name
+        # The toy has two layers, one less than were timed.
+        assert row["whole_model_ms"]["backward"] == pytest.approx(every["backward"]["ms"] - row["layer_ms"]["backward"])
+
+
 def test_the_benchmark_of_linear_layers_checks_and_times_each_kernel(tmp_path):
     command = [sys.executable, "-m", "qerl", "bench", "kernels", "--tiny", "--out", str(tmp_path / "kernels.json")]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
