@@ -53,10 +53,20 @@ def missing(run: RunDir, specs: Sequence[FinalConfig], config: Config) -> list[F
     return [spec for spec in wanted(specs, config) if spec.name not in made]
 
 
-def evaluate_trained(trained: Trained, specs: Sequence[FinalConfig], time_for: TimeFor) -> bool:
+class _Stopped(Exception):
+    """An evaluation was given up."""
+
+
+def evaluate_trained(
+    trained: Trained, specs: Sequence[FinalConfig], time_for: TimeFor, stopped: Callable[[], bool]
+) -> bool:
     """Make the evaluations that ``final.json`` lacks, as long as there is time; whether all are there.
 
-    An evaluation is taken to need the longest of those so far, times its samples and by its questions.
+    Args:
+        trained: the model.
+        specs: what is asked for.
+        time_for: an evaluation is taken to need the longest of those so far, times its samples and by its questions.
+        stopped: whether to end now. One that is at work is given up then, for it may take minutes, and made anew later.
     """
     run, config = trained.run, trained.config
     results: dict[str, Any] = run.read_json(run.final_path) or {}
@@ -66,16 +76,25 @@ def evaluate_trained(trained: Trained, specs: Sequence[FinalConfig], time_for: T
         if not time_for(each * spec.samples * len(prompts) / max(len(trained.eval_prompts), 1)):
             return False
         started = time.perf_counter()
+
+        def look(*counts: int) -> None:
+            if stopped():
+                raise _Stopped
+
         changes = {"temperature": spec.temperature, "top_p": spec.top_p, "samples": spec.samples, "noise": False}
-        result = evaluate(
-            trained.session.engine,
-            prompts,
-            trained.rewarder,
-            eval_cfg=config.eval.model_copy(update=changes),
-            seed=config.train.seed,
-            max_new_tokens=config.eval.max_new_tokens or config.rollout.max_new_tokens,
-            noise=_noise(trained, spec),
-        )
+        try:
+            result = evaluate(
+                trained.session.engine,
+                prompts,
+                trained.rewarder,
+                eval_cfg=config.eval.model_copy(update=changes),
+                seed=config.train.seed,
+                max_new_tokens=config.eval.max_new_tokens or config.rollout.max_new_tokens,
+                noise=_noise(trained, spec),
+                on_progress=look,
+            )
+        except _Stopped:
+            return False
         run.write_final_evaluation(spec.name, result.rows)
         seconds = time.perf_counter() - started
         asked = {} if spec.data is None else {"data": suite_name(spec.data), "too_long": too_long}

@@ -79,7 +79,7 @@ def _train_and_evaluate(plan: Plan, cell: Cell, run: RunDir, deadline: Deadline)
             left = deadline.seconds_left()
             return not stop.requested and (left is None or left > seconds)
 
-        done = evaluate_trained(trained, specs, time_for)
+        done = evaluate_trained(trained, specs, time_for, lambda: stop.requested)
         signal_number = stop.signal_number
 
     if has_all_steps(run):

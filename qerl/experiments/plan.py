@@ -297,15 +297,17 @@ def plan_lines(plan: Plan) -> list[str]:
         trials = Counter(cell.arm.name for cell in plan.cells if cell.phase == "tune")
         lines.append("trials an arm: " + ", ".join(f"{name} {count}" for name, count in trials.items()))
     lines.append(f"target {matrix.target.accuracy:.1%}" + _budget(matrix))
-    for row in detectable(matrix):
-        size = (
-            "none, one seed has no interval" if row["difference"] is None else f"{100 * row['difference']:.1f} points"
-        )
-        lines.append(
-            f"{row['second']} against {row['first']}: smallest detectable difference: {size} "
-            f"(seeds {row['seeds'][0]} and {row['seeds'][1]}, sd {100 * matrix.detect.sd:g} points {matrix.detect.source}, "
-            f"level {matrix.detect.alpha:g}, power {matrix.detect.power:g})"
-        )
+    rows = detectable(matrix)
+    for row in rows:
+        if row["difference"] is not None:
+            lines.append(
+                f"{row['second']} against {row['first']}: smallest detectable difference: {100 * row['difference']:.1f} points "
+                f"(seeds {row['seeds'][0]} and {row['seeds'][1]}, sd {100 * matrix.detect.sd:g} points {matrix.detect.source}, "
+                f"level {matrix.detect.alpha:g}, power {matrix.detect.power:g})"
+            )
+    single = [f"{row['second']} against {row['first']}" for row in rows if row["difference"] is None]
+    if single:
+        lines.append(f"no detectable difference is stated, for one seed has no interval: {', '.join(single)}")
     width = max(len(cell.name) for cell in plan.cells)
     for cell in plan.cells:
         state = "INVALID" if cell.problem is not None else plan.state(cell)

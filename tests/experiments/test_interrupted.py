@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import signal
-from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -75,23 +74,30 @@ def test_the_end_of_a_process_says_what_becomes_of_its_cell(tmp_path, code, befo
     assert ("no room left" in error or "SIGKILL" in error) == (state == "failed")
 
 
-def test_a_signal_between_final_evaluations_leaves_them_for_later(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("within", "kept"), [(False, ["a"]), (True, [])])
+def test_a_signal_at_final_evaluations_leaves_what_is_missing_for_later(tmp_path, monkeypatch, within, kept):
+    """One that is at work is given up: it may take longer than whoever stops a matrix waits."""
     path = write_matrix(tmp_path, arms=[ARMS[1]], set={"train.steps": 1}, final=[{"name": "a"}, {"name": "b"}])
     real, made = final.evaluate, []
 
     def evaluate(*arguments, **keywords):
         made.append(1)
-        signal.raise_signal(signal.SIGTERM)
-        return real(*arguments, **keywords)
+        first = len(made) == 1
+        if first and within:
+            signal.raise_signal(signal.SIGTERM)
+        result = real(*arguments, **keywords)
+        if first and not within:
+            signal.raise_signal(signal.SIGTERM)
+        return result
 
     monkeypatch.setattr(final, "evaluate", evaluate)
-    for count in (1, 2):
-        with pytest.raises(RunStopped) if count == 1 else nullcontext():
-            plan = run_matrix(path, [], tmp_path / "out", ALONE, quiet)
-        assert len(made) == count
-        names = list(RunDir(tmp_path / "out" / "noisy-s0").read_json("final.json"))
-        assert names == ["a", "b"][:count]
-        assert Manifest(tmp_path / "out").cell("noisy-s0")["state"] == ("trained" if count == 1 else "finished")
+    run = RunDir(tmp_path / "out" / "noisy-s0")
+    with pytest.raises(RunStopped, match="The same matrix command goes on"):
+        run_matrix(path, [], tmp_path / "out", ALONE, quiet)
+    assert len(made) == 1 and list(run.read_json("final.json") or {}) == kept
+    assert Manifest(tmp_path / "out").cell("noisy-s0")["state"] == "trained"
+    plan = run_matrix(path, [], tmp_path / "out", ALONE, quiet)
+    assert list(run.read_json("final.json")) == ["a", "b"]
     assert states(plan) == {"noisy-s0": "finished"}
 
 

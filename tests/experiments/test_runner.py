@@ -208,7 +208,9 @@ def test_a_trained_cell_without_its_final_evaluations_gets_them_later(tmp_path, 
     path = write_matrix(tmp_path, arms=[ARMS[1]], final=[{"name": "noisy", "noise": "last"}])
     real = one_cell.evaluate_trained
     monkeypatch.setattr(
-        one_cell, "evaluate_trained", lambda trained, specs, time_for: real(trained, specs, lambda seconds: False)
+        one_cell,
+        "evaluate_trained",
+        lambda trained, specs, time_for, stopped: real(trained, specs, lambda seconds: False, stopped),
     )
     first = run_matrix(path, [], tmp_path / "here", ALONE, quiet)
     monkeypatch.undo()
@@ -227,7 +229,7 @@ def test_all_weights_can_be_an_arm_whose_model_is_evaluated_later(tmp_path, monk
         set={"train.steps": 1},
         final=[{"name": "again"}],
     )
-    monkeypatch.setattr(one_cell, "evaluate_trained", lambda trained, specs, time_for: False)
+    monkeypatch.setattr(one_cell, "evaluate_trained", lambda trained, specs, time_for, stopped: False)
     first = run_matrix(path, [], tmp_path / "out", ALONE, quiet)
     monkeypatch.undo()
     assert states(first) == {"full-s0": "trained"}
