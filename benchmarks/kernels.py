@@ -1,22 +1,22 @@
-"""Linear layers with adapters and LM heads: packed against cuBLAS in bfloat16 and against bitsandbytes, beside the floor of memory and matrix units.
+"""Linear layers with adapters and LM heads: packed against cuBLAS in bfloat16 and other libraries, beside the floor of memory and matrix units.
 
     python benchmarks/kernels.py [--sizes 7B 32B] [--rows 1 8 64] [--ranks 32 16 64 128] [--few-sizes 14B 3B] [--heads 7B 0.5B] [--kernels cuda]
-        [--formats nvfp4,mxfp4,nf4] [--seconds 240] [--out results/kernels_linear.json]
+        [--formats nvfp4,mxfp4,nf4] [--peers humming,bitsandbytes] [--seconds 240] [--out results/kernels_linear.json]
 
 One row is one decoder layer (q k v fused, o, gate up fused, down; bias on q k v) with LoRA on all seven projections. Times are medians of
 20 replays of a captured graph that walks over several layers, so that no weight is in the cache, with the second and eighth
-decile. "separate" adapters are what a user of cuBLAS or bitsandbytes has: h = x A^T and y += scale * h B^T. Weights of a timed layer
-are random bytes (speed does not depend on the values). `--sizes` are measured at all `--rows` with the first of the ranks, the first of them
-with the other ranks too at ``RANK_ROWS``; `--few-sizes` at ``FEW_ROWS``. LM heads: float32 logits of a bfloat16, FP8 and NVFP4 head. What the time does not
+decile. "lora" of cuBLAS and of other libraries (`--peers`, at ``PEER_ROWS`` with the first rank) is h = x A^T and y += scale * h B^T behind
+their product. Weights of a timed layer are random bytes (speed does not depend on the values). `--sizes` are measured at all `--rows` with the first of the ranks, and
+with the other ranks at ``RANK_ROWS``; `--few-sizes` at ``FEW_ROWS``. LM heads: float32 logits of a bfloat16, FP8 and NVFP4 head. `--seconds` bounds the whole run: what the time does not
 suffice for is left out from the end, and the file is written after every row. Before any figure of a size and rank, every kernel is compared with float64 on quantized
-weights, and an error stops the run. Floors come from a copy and a matrix product in the same run. ``--tiny`` runs all of it on the
+weights, and an error stops the run. Floors come from a copy and a matrix product in the same run, and a floor counts 4.5 bits a weight. ``--tiny`` runs all of it on the
 CPU with toy shapes.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
+import importlib.metadata
 import itertools
 import json
 import statistics
@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 from heads import HEAD_ROWS, head_rows
+from linear_peers import PACKAGES, PEERS, Peer, largest_error, require
 from synthetic import SHAPES, normal
 from timing import deciles, device_times, require_gpu
 from torch import Tensor
@@ -37,31 +38,18 @@ from qerl.formats import PackedWeight, dequantize, get_format, tiles
 from qerl.formats.nvfp4 import Nvfp4Format
 from qerl.kernels.fp4_linear import AdapterPart, fp4_linear, regimes
 
-ROWS = (1, 8, 16, 32, 64, 128, 256, 512, 2048, 8192)
+ROWS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 8192)
 FEW_ROWS = (1, 8, 64, 256, 2048)
 RANK_ROWS = (8, 64)
+PEER_ROWS = (1, 8, 32, 64, 256, 2048)
 CACHE_BYTES = 60e6
 LARGEST_ERROR = 3.5e-3
+PEER_ERROR = 1e-2
+"""Of other libraries, whose kernels may round more."""
 ROUNDED_WEIGHTS = {"nf4": 4.5e-3, "nf4_dq": 4.5e-3}
 """Of formats whose weights the kernels round."""
 MOST_CHECKED = 1 + max(regimes.MIDDLE_ROWS, regimes.DECODE_ROWS_WITHOUT_MIDDLE)
 """Rows of x of a check, at most: the fewest that the dense regime has for every weight, so that no regime is above them."""
-# Base weights alone, milliseconds a layer, by rows of x: humming-kernels 0.1.19 on another H200, in a run of its own.
-EARLIER_HUMMING = {
-    "7B": {
-        1: 0.085,
-        8: 0.084,
-        16: 0.089,
-        32: 0.095,
-        64: 0.110,
-        128: 0.141,
-        256: 0.235,
-        512: 0.403,
-        2048: 1.49,
-        8192: 5.85,
-    },
-    "32B": {1: 0.127, 8: 0.128, 32: 0.178, 64: 0.187, 128: 0.244, 256: 0.463, 2048: 3.21},
-}
 TINY = {"hidden_size": 64, "intermediate_size": 96, "heads": (4, 2)}
 
 
@@ -142,22 +130,9 @@ def bfloat16(linear: Linear, x_TI: Tensor, parts: Sequence[AdapterPart]) -> Tens
     return separate(torch.nn.functional.linear(x_TI, linear.dense_OI, linear.bias_O), x_TI, parts)
 
 
-def bitsandbytes_product(layers: Sequence[list[Linear]]) -> Callable[..., Tensor] | None:
-    """NF4 through bitsandbytes, if it is installed."""
-    if importlib.util.find_spec("bitsandbytes") is None or layers[0][0].dense_OI.device.type != "cuda":
-        return None
-    import bitsandbytes
-
-    stored = {
-        id(linear): bitsandbytes.functional.quantize_4bit(linear.dense_OI, quant_type="nf4")
-        for linears in layers
-        for linear in linears
-    }
-
+def with_separate(peer: Peer) -> Callable[..., Tensor]:
     def product(linear: Linear, x_TI: Tensor, parts: Sequence[AdapterPart]) -> Tensor:
-        codes, state = stored[id(linear)]
-        y_TO = bitsandbytes.matmul_4bit(x_TI, codes.t(), quant_state=state, bias=linear.bias_O)
-        return separate(y_TO, x_TI, parts)
+        return separate(peer.product(linear, x_TI), x_TI, parts)
 
     return product
 
@@ -173,13 +148,20 @@ class Bench:
     """Measures and keeps the rows."""
 
     def __init__(
-        self, device: torch.device, seconds: float, kernels: Sequence[str], formats: Sequence[str], out: Path | None
+        self,
+        device: torch.device,
+        seconds: float,
+        kernels: Sequence[str],
+        formats: Sequence[str],
+        peers: Sequence[str],
+        out: Path | None,
     ):
         self.device = device
         self.cache_bytes = CACHE_BYTES if device.type == "cuda" else 0
         self.until = time.monotonic() + seconds
         self.kernels = kernels
         self.formats = formats
+        self.peers = peers
         self.out = out
         self.rows: list[dict[str, Any]] = []
         self.copy_rate, self.matrix_rate = self._rates()
@@ -192,6 +174,7 @@ class Bench:
             "commit": commit or None,
             "kernels": list(kernels),
             "formats": list(formats),
+            "peers": {name: importlib.metadata.version(PACKAGES.get(name, name)) for name in peers},
             "copy_bytes_per_second": self.copy_rate,
             "matrix_flops_per_second": self.matrix_rate,
         }
@@ -223,7 +206,7 @@ class Bench:
                     assert error < ROUNDED_WEIGHTS.get(weight_format, LARGEST_ERROR), f"{what}: error {error:.2e}"
         return True
 
-    def run(self, name: str, size: dict[str, Any], rank: int, tokens: Sequence[int]) -> None:
+    def run(self, name: str, size: dict[str, Any], rank: int, tokens: Sequence[int], peers: Sequence[str]) -> None:
         """All rows of one size and rank."""
         # The floor, and how many layers outgrow the cache, are of NVFP4 and NF4, 4.5 bits a weight.
         packed_bytes = sum(sum(rows) * d_in * 0.5625 for rows, d_in in projections(size))
@@ -235,13 +218,26 @@ class Bench:
             for name in self.formats
         }
         methods["bf16"] = bfloat16
-        other = bitsandbytes_product(layers)
-        if other is not None:
-            methods["bitsandbytes nf4"] = other
+        others = self._peers(layers, peers, [count for count in tokens if count in PEER_ROWS])
         for count in tokens:
             if not self.time_left(f"{name} rank {rank}, {count} rows"):
                 return
-            self._row(name, size, rank, count, layers, methods)
+            chosen = methods | (others if count in PEER_ROWS else {})
+            self._row(name, size, rank, count, layers, chosen)
+
+    def _peers(
+        self, layers: Sequence[list[Linear]], names: Sequence[str], tokens: Sequence[int]
+    ) -> dict[str, Callable[..., Tensor]]:
+        """Products of other libraries by label, compared with float64 first."""
+        found: dict[str, Callable[..., Tensor]] = {}
+        for name in names if tokens else ():
+            peer = PEERS[name]([linear for linears in layers for linear in linears])
+            peer.prepare(tokens)
+            for count in {tokens[0], tokens[-1]}:
+                error = largest_error(peer, layers[0], count)
+                assert error < PEER_ERROR, f"{peer.label}, {count} rows: error {error:.2e}"
+            found[peer.label] = with_separate(peer)
+        return found
 
     def time_left(self, what: str) -> bool:
         if time.monotonic() <= self.until:
@@ -280,9 +276,7 @@ class Bench:
 
                 times = self.times(walk, len(layers), long=count > 512)
                 row[f"{method} {label}"] = dict(zip(("us", "us_p20", "us_p80"), times, strict=True))
-        earlier = EARLIER_HUMMING.get(name, {}).get(count)
-        if earlier is not None:
-            row["humming base, earlier run"] = {"us": 1e3 * earlier}
+                row[f"{method} {label}"]["of_floor"] = floor / times[0]
         self.rows.append(row)
         self._print(row)
         self.write()
@@ -354,6 +348,7 @@ def main() -> None:
     parser.add_argument("--heads", nargs="*", default=["7B", "0.5B"], choices=[*SHAPES, "tiny"])
     parser.add_argument("--kernels", nargs="+", default=["cuda"], help="implementations of fp4_linear")
     parser.add_argument("--formats", default="nvfp4", help="formats of the weights, with commas")
+    parser.add_argument("--peers", default="", help="other libraries beside ours, with commas: humming, bitsandbytes")
     parser.add_argument("--seconds", type=float, default=240.0)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--tiny", action="store_true")
@@ -366,18 +361,19 @@ def main() -> None:
         rank_rows, head_tokens = (1,), (1, 5)
     torch.manual_seed(0)
     device = torch.device("cpu" if arguments.tiny else "cuda")
-    formats = arguments.formats.split(",")
-    bench = Bench(device, arguments.seconds, arguments.kernels, formats, arguments.out)
+    formats, peers = arguments.formats.split(","), [name for name in arguments.peers.split(",") if name]
+    require(peers)
+    bench = Bench(device, arguments.seconds, arguments.kernels, formats, peers, arguments.out)
 
-    def linears(name: str, rank: int, rows: Sequence[int]) -> None:
+    def linears(name: str, rank: int, rows: Sequence[int], peers: Sequence[str] = ()) -> None:
         size = SHAPES.get(name, TINY)
         if bench.check(name, size, rank, rows):
-            bench.run(name, size, rank, rows)
+            bench.run(name, size, rank, rows, peers)
 
     first, *others = arguments.ranks
-    for index, name in enumerate(arguments.sizes):
-        linears(name, first, arguments.rows)
-        for rank in others if index == 0 else ():
+    for name in arguments.sizes:
+        linears(name, first, arguments.rows, peers)
+        for rank in others:
             linears(name, rank, rank_rows)
     for name in arguments.heads:
         size = SHAPES.get(name, TINY)
