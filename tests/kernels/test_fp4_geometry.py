@@ -164,9 +164,22 @@ def test_few_output_tiles_are_cut_along_the_inputs_and_many_are_shared_out():
 
 @pytest.mark.parametrize("ranks", [0, 8, 32, 96, 384])
 @pytest.mark.parametrize("tokens", [1, 17, 64, 256, 1024])
-@pytest.mark.parametrize(("units", "blocks"), [(1, 1), (56, 108), (296, 132), (56, 132)])
-def test_every_slice_of_h_has_inputs(tokens, ranks, units, blocks):
-    slices, pieces = middle.slices_of_h(tokens, ranks, units, blocks)
-    assert pieces == slices * -(-tokens // 48) * -(-ranks // 32)
+@pytest.mark.parametrize(("row_tiles", "units"), [(2, 1), (288, 56), (224, 296), (2368, 56)])
+def test_every_slice_of_h_has_inputs(tokens, ranks, row_tiles, units):
+    shape = middle.choose(tokens, row_tiles, units, H200)
+    token_tiles, clusters = -(-tokens // shape.tokens), shape.most
+    slices, pieces = middle.slices_of_h(shape, token_tiles, ranks, units)
+    assert pieces == slices * token_tiles * -(-ranks // (32 * shape.cluster))
     assert 1 <= slices <= units
-    assert slices == 1 or pieces <= blocks, "in one go where there are enough blocks"
+    assert slices == 1 or pieces <= clusters, "in one go where there are enough clusters"
+
+
+def test_multiprocessors_without_tiles_make_h_where_it_is_little():
+    o, gate_up = (middle.choose(64, rows, 56, H200) for rows in (224, 2368))
+    slices, pieces = middle.slices_of_h(o, 1, 32, 56)
+    assert pieces <= o.most - o.blocks
+    assert slices <= 8, "every block adds it up for itself"
+    slices, pieces = middle.slices_of_h(gate_up, 1, 64, 56)
+    assert (slices, pieces) == (56, 112), "one step of nearly every block"
+    many = middle.choose(64, 224, 56, H200)
+    assert middle.slices_of_h(many, 1, 512, 56)[1] > many.most - many.blocks

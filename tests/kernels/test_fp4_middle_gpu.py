@@ -127,6 +127,18 @@ def test_ranks_that_are_no_multiple_of_32(rank):
     assert error(case.ours(x, None, parts), case.exact(x, None, parts)) < ONE_ROUNDING
 
 
+@pytest.mark.parametrize("rank", [8, 32, 96])
+@pytest.mark.parametrize(("segments", "d_in"), [((3584, 512, 512), 3584), ((896, 128, 128), 896), ((300, 61), 136)])
+def test_h_is_given_back(segments, d_in, rank):
+    """However it was made: by blocks with nothing else to do or by all, added up by each for itself or by all together."""
+    case, parts = Case(segments, d_in), adapters_of(segments, d_in, rank)
+    placements, a_RI, b_OR = flatten(parts)
+    for rows in (1, 20, 33, 64, 90, 256, 1000):
+        x = cuda(rows, d_in, seed=rows)
+        (h,) = middle.product(x, case.tiled, None, placements, a_RI, b_OR)[1]
+        assert error(h, x.double() @ a_RI[0].double().T) < ONE_ROUNDING, rows
+
+
 def test_ranks_that_are_no_multiple_of_8_are_left_to_another_kernel():
     case, parts = Case((64,), 128), adapters_of((64,), 128, 20)
     assert not middle.takes(cuda(40, 128), case.tiled, *flatten(parts))

@@ -26,12 +26,14 @@ WARPGROUPS = 2
 MOST_STAGES = 16
 """Steps in the ring, at most."""
 
-_PIECE_TOKENS, _PIECE_RANKS = 48, 32
-"""What a block makes of h at a time: `PIECE_TOKENS` and `PIECE_RANKS` of cuda/adapters.cuh."""
-_PIECE_BYTES = 2 * 128 * (_PIECE_TOKENS + _PIECE_RANKS)
-"""Shared memory for x and A of a piece."""
-_MOST_SLICES = 32
-"""Sums that are added up for a number of h, at most."""
+_PIECE_RANKS = 32
+"""Ranks of a piece of h: `PIECE_RANKS` of cuda/adapters.cuh."""
+_SPARE_STEPS = 10
+"""Steps of a piece, at most, for which the multiprocessors that the tiles leave idle make h by themselves."""
+_FEW_SLICES = 8
+"""Slices of h, at most, that every block adds up for itself: `FEW_SLICES` of cuda/adapters.cuh."""
+ALONE_TOKENS = 64
+"""Rows of x of a tile, at most, with which blocks do so."""
 _SPLIT_STEPS = 4
 """What sharing tiles unevenly costs, in steps of a block."""
 _FEWEST_STEPS = 3
@@ -54,12 +56,13 @@ class _Params(ctypes.Structure):
     __slots__ = ()  # a name that is no field is an error
     _fields_ = (
         ("x_map", TensorMap),
+        ("a_map", TensorMap),
         ("tile_map", TensorMap),
-        *((name, ctypes.c_void_p) for name in ("out", "bias", "side", "x", "a", "h")),
+        *((name, ctypes.c_void_p) for name in ("out", "bias", "side", "a", "h")),
         *((name, ctypes.c_void_p) for name in ("partials", "h_partials", "counters", "h_counters")),
         *(
             (name, ctypes.c_int)
-            for name in ("m", "n", "k", "units", "token_tiles", "steps", "ranks", "h_slices", "h_pieces")
+            for name in ("m", "n", "k", "units", "token_tiles", "clusters", "steps", "ranks", "h_slices", "h_pieces")
         ),
         *((name, ctypes.c_int) for name in ("segments", "parts", "float_out", "vectors")),
         ("scale_base", ctypes.c_uint),
@@ -85,6 +88,10 @@ class Shape:
     """Blocks with neighbouring rows that copy x for one another."""
     stages: int = 0
     """Steps in the ring; 0 for as many as fit."""
+    most: int = 0
+    """Clusters of this shape that run at the same time."""
+    spare: int = 0
+    """Clusters of a launch that only make pieces of h."""
 
     @property
     def block_rows(self) -> int:
@@ -128,8 +135,8 @@ class Shape:
 
     @property
     def adapter_bytes(self) -> int:
-        """Bytes of shared memory behind the ring: a piece of h as it is made, and 32 ranks of B and h of a tile."""
-        return max(_PIECE_BYTES, 64 * (self.tokens + self.block_rows))
+        """Bytes of shared memory behind the ring: 32 ranks of B and h of a tile."""
+        return 64 * (self.tokens + self.block_rows)
 
     @property
     def shared(self) -> int:
@@ -140,7 +147,8 @@ class Shape:
     @property
     def launch(self) -> Launch:
         """The geometry of a launch."""
-        return Launch(grid=self.blocks, block=self.threads, shared=self.shared, cluster=self.cluster, overlap=True)
+        grid = self.blocks + self.cluster * self.spare
+        return Launch(grid=grid, block=self.threads, shared=self.shared, cluster=self.cluster, overlap=True)
 
 
 def takes(
@@ -161,7 +169,7 @@ def _aligned(placements: Sequence[Placement], a_RI: Sequence[Tensor], b_OR: Sequ
     """Whether rows of adapters can be read 16 bytes at a time."""
     ranks = (rank for place in placements for rank in (place.ranks.start, place.ranks.stop))
     return all(value % 8 == 0 for value in (*ranks, *(a.shape[0] for a in a_RI))) and all(
-        b.data_ptr() % 16 == 0 for b in b_OR
+        matrix.data_ptr() % 16 == 0 for matrix in (*a_RI, *b_OR)
     )
 
 
@@ -193,13 +201,15 @@ def product(
     output_tiles = token_tiles * row_blocks
     assert output_tiles * shape.cluster * shape.groups <= TILE_COUNTERS, (tokens, weight.shape)
     ranks = a_RI[0].shape[0] if a_RI else 0
-    slices, pieces = slices_of_h(tokens, ranks, units, shape.blocks)
+    slices, pieces = slices_of_h(shape, token_tiles, ranks, units)
+    clusters = shape.blocks // shape.cluster
+    shape = replace(shape, spare=max(0, min(shape.most - clusters, pieces)))
     shrunk = tuple(torch.empty(tokens, ranks, dtype=torch.bfloat16, device=x_TI.device) for _ in a_RI)
     out_TO = torch.empty(tokens, weight.shape[0], dtype=dtype, device=x_TI.device)
     if bias_O is not None:
         bias_O = bias_O.to(torch.bfloat16).contiguous()
     partial_bytes = 2 * shape.blocks * shape.block_rows * shape.tokens * 4
-    h_partial_bytes = pieces * _PIECE_TOKENS * _PIECE_RANKS * 4
+    h_partial_bytes = pieces * shape.cluster * shape.tokens * _PIECE_RANKS * 4
     partials = space.scratch((partial_bytes + h_partial_bytes) // 1024, 512).data_ptr()
     counters = space.counters().data_ptr()
     params = _Params(
@@ -210,6 +220,11 @@ def product(
             (shape.tokens // shape.cluster, 64),
             words=False,
         ),
+        a_map=tensor_map(
+            a_RI[0].data_ptr(), (ranks, weight.shape[1]), 2 * weight.shape[1], (_PIECE_RANKS, 64), words=False
+        )
+        if a_RI
+        else TensorMap(),
         tile_map=tensor_map(
             tiles.data_ptr(),
             (row_tiles, shape.tile_bytes // 8 * units),
@@ -220,7 +235,6 @@ def product(
         out=out_TO.data_ptr(),
         bias=None if bias_O is None else bias_O.data_ptr(),
         side=record.side_of(weight),
-        x=x_TI.data_ptr(),
         a=a_RI[0].data_ptr() if a_RI else None,
         h=shrunk[0].data_ptr() if shrunk else None,
         partials=partials,
@@ -232,6 +246,7 @@ def product(
         k=weight.shape[1],
         units=units,
         token_tiles=token_tiles,
+        clusters=clusters,
         steps=output_tiles * units,
         ranks=ranks,
         h_slices=slices,
@@ -248,12 +263,21 @@ def product(
     return out_TO, shrunk
 
 
-def slices_of_h(tokens: int, ranks: int, units: int, blocks: int) -> tuple[int, int]:
-    """(slices of the inputs that each part of h is made from, pieces in all), so that every block has about one piece."""
-    groups = -(-tokens // _PIECE_TOKENS) * -(-ranks // _PIECE_RANKS)
+def slices_of_h(shape: Shape, token_tiles: int, ranks: int, units: int) -> tuple[int, int]:
+    """(slices of the inputs that each part of h is made from, pieces in all).
+
+    Clusters without tiles make them, if there are enough, and otherwise all clusters about as much of them.
+    """
+    groups = token_tiles * -(-ranks // (_PIECE_RANKS * shape.cluster))
     if groups == 0:
         return 1, 0
-    slices = max(1, min(blocks // groups, _MOST_SLICES, -(-units // _FEWEST_STEPS)))
+    spare = shape.most - shape.blocks // shape.cluster
+    if spare >= groups and groups * units <= _SPARE_STEPS * spare:
+        alone = shape.cluster == 1 and shape.tokens <= ALONE_TOKENS
+        most = min(spare // groups, _FEW_SLICES) if alone else spare // groups
+    else:
+        most = max(1, shape.most // groups)
+    slices = -(-units // -(-units // most))
     return slices, groups * slices
 
 
@@ -293,7 +317,7 @@ def with_blocks(shape: Shape, tokens: int, row_tiles: int, units: int, device: D
     if even:
         choices.append((-(-output_tiles * units // even), even))
     blocks = min(choices)[1]
-    return replace(shape, blocks=blocks * shape.cluster)
+    return replace(shape, blocks=blocks * shape.cluster, most=most)
 
 
 def _with_ring(shape: Shape, device: Device) -> Shape:
@@ -325,6 +349,7 @@ def macros(shape: Shape) -> dict[str, int]:
         "GROUPS": shape.groups,
         "STAGES": shape.stages,
         "CLUSTER": shape.cluster,
+        "ALONE_TOKENS": ALONE_TOKENS,
     }
 
 

@@ -1,24 +1,26 @@
-// What the helping warps of a middle kernel's block do while the others multiply: h = x A^T for all blocks together, what the rows of a
-// tile are made with, and B and h of the coming tile, laid where the others multiply them.
-//
-// h is cut into pieces of 48 tokens x 32 ranks and a slice of the inputs; a block has one piece or a few. Its sums go through global
-// memory, where a counter tells when all are there; each block then adds up some numbers of h, in the order of the inputs, rounds them, and a
-// second counter tells when all are done. Blocks run at the same time, so that they may wait for one another.
+// B h of a middle kernel. The warps that multiply make pieces of h = x A^T before they begin: a few steps of x, with A in the place of the weights.
+// Multiprocessors that the tiles would leave idle have blocks that do nothing else. Helping warps do the rest beside the products: they add up
+// the slices of the inputs, round, and lay B and h of the coming tile where the others multiply them, and what its rows are made with. A
+// counter tells when all pieces are there, another when all of h is; where slices are few, each block adds up what it needs itself and
+// does not wait for the second. Blocks run at the same time, so that they may wait for one another.
 
 constexpr int HELPERS = 96;  // threads
 constexpr int HELPING_WARPS = HELPERS / 32;
-constexpr int PIECE_TOKENS = 16 * HELPING_WARPS, PIECE_RANKS = 32;
-constexpr int PIECE_PAIRS = PIECE_TOKENS * PIECE_RANKS / 2;
-constexpr int PIECE_STAGE = 128 * (PIECE_TOKENS + PIECE_RANKS);  // 64 inputs
-constexpr int PIECE_STAGES = 2;
+constexpr int PIECE_RANKS = 32;
+constexpr int PIECE_CHUNK = 32 * COLUMNS;  // sums of 8 ranks, as pairs of tokens: [COLUMNS][lane]
+constexpr int PIECE = PIECE_RANKS / 8 * PIECE_CHUNK;
+constexpr int PIECE_STEP_BYTES = X_BYTES + PIECE_RANKS * 128;
+static_assert(PIECE_STEP_BYTES <= STAGE_BYTES);
+constexpr int FEW_SLICES = 8;
+// Few tokens: what a tile needs of h is so little that every block may add it up for itself.
+constexpr bool ALONE = TOKENS <= ALONE_TOKENS && CLUSTER == 1;
 
 // 32 ranks of h and B of a tile: rows of 64 bytes, 16-byte chunks of row r at chunk ^ (r >> 1 & 3).
 constexpr int FEED_H = 64 * TOKENS, FEED_BYTES = FEED_H + 64 * BLOCK_ROWS;
-constexpr int ADAPTER_BYTES = FEED_BYTES > PIECE_STAGES * PIECE_STAGE ? FEED_BYTES : PIECE_STAGES * PIECE_STAGE;
 
 // Barriers in shared memory between the helping warps and the others.
 struct Feed {
-  u32 memory;                   // ADAPTER_BYTES
+  u32 memory;                   // FEED_BYTES
   u32 rows;                     // Row [2][BLOCK_ROWS]
   u32 rows_full, rows_empty;    // two each: places of the rows of this tile and the next
   u32 adapter_full, adapter_empty;
@@ -40,107 +42,62 @@ __device__ __forceinline__ bool touches(const Part& part, int first) {
 
 __device__ __forceinline__ void prefetch(const u16* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
 
-// A piece of h and the slice of the inputs that is added here.
+// A piece of h: 32 ranks of all tokens of an output tile, and the slice of the inputs that is added here. A block has a few of them, or one,
+// or none; the blocks of a cluster have the same tokens and inputs.
 struct Piece {
-  int token, rank, from, to;
+  int token_tile, rank, from, to;
 };
 
+__device__ __forceinline__ int rank_groups(const MiddleParams& p) { return (p.ranks + PIECE_RANKS * CLUSTER - 1) / (PIECE_RANKS * CLUSTER); }
+
 __device__ __forceinline__ Piece piece_of(const MiddleParams& p, int index) {
-  const int group = index / p.h_slices, slice = index - group * p.h_slices, rank_groups = (p.ranks + PIECE_RANKS - 1) / PIECE_RANKS;
-  return {PIECE_TOKENS * (group / rank_groups), PIECE_RANKS * (group % rank_groups), share(slice, p.h_slices, p.units),
+  const int group = index / p.h_slices, slice = index - group * p.h_slices, groups = rank_groups(p);
+  return {group / groups, PIECE_RANKS * (group % groups * CLUSTER + block_rank()), share(slice, p.h_slices, p.units),
           share(slice + 1, p.h_slices, p.units)};
 }
 
-// Starts the copy of 64 inputs of a piece's x and A: rows of 128 bytes, 16-byte chunks of row r at chunk ^ (r & 7).
-__device__ __forceinline__ void load_piece(const MiddleParams& p, const Piece& piece, int step, u32 stage, int thread) {
-  constexpr int CHUNKS = 8 * (PIECE_TOKENS + PIECE_RANKS);
-  if (step < piece.to) {
-#pragma unroll
-    for (int i = thread; i < (CHUNKS + HELPERS - 1) / HELPERS * HELPERS; i += HELPERS) {
-      const int row = i >> 3, chunk = i & 7, column = 64 * step + 8 * chunk;
-      const bool is_x = row < PIECE_TOKENS;
-      const int r = is_x ? piece.token + row : piece.rank + row - PIECE_TOKENS;
-      const bool inside = column < p.k && r < (is_x ? p.m : p.ranks);
-      if (i < CHUNKS)
-        copy_async_16_if(inside, stage + 128 * row + ((chunk ^ (row & 7)) << 4),
-                         (is_x ? p.x : p.a) + (inside ? static_cast<long long>(r) * p.k + column : 0));
-    }
-  }
-  copy_async_commit();
+// The first of this cluster's pieces: the last clusters, which may have nothing else to do, come first.
+__device__ __forceinline__ int first_piece() { return gridDim.x / CLUSTER - 1 - blockIdx.x / CLUSTER; }
+
+__device__ __forceinline__ float2 load_pair(const float2* from) {
+  float2 v;
+  asm volatile("ld.global.cg.v2.f32 {%0,%1}, [%2];" : "=f"(v.x), "=f"(v.y) : "l"(from) : "memory");
+  return v;
 }
 
-// Sums of a warp's 16 tokens x 32 ranks over 64 inputs.
-__device__ __forceinline__ void multiply_piece(float (&c)[4][4], u32 stage, int warp, int lane) {
-  const int x_row = 16 * warp + (lane & 15), a_row = PIECE_TOKENS + (lane & 7) + 8 * (lane >> 4);
-#pragma unroll
-  for (int k = 0; k < 4; ++k) {
-    u32 x[4];
-    ldmatrix_x4(x, stage + 128 * x_row + (((2 * k + (lane >> 4)) ^ (x_row & 7)) << 4));
-#pragma unroll
-    for (int n = 0; n < 4; n += 2) {
-      u32 a[4];
-      ldmatrix_x4(a, stage + 128 * (a_row + 8 * n) + (((2 * k + ((lane >> 3) & 1)) ^ (a_row & 7)) << 4));
-      mma_m16n8k16(c[n], x, a[0], a[1]);
-      mma_m16n8k16(c[n + 1], x, a[2], a[3]);
-    }
-  }
-}
-
-// Adds this block's pieces and leaves the sums, pairs of ranks, in the order [piece][warp][8 ranks][token or token + 8][lane].
-__device__ __forceinline__ void add_pieces(const MiddleParams& p, u32 memory, int thread) {
-  const int lane = thread & 31, warp = thread >> 5;
-#pragma unroll 1
-  for (int index = blockIdx.x; index < p.h_pieces; index += gridDim.x) {
-    const Piece piece = piece_of(p, index);
-    float c[4][4] = {};
-#pragma unroll
-    for (int i = 0; i < PIECE_STAGES; ++i) load_piece(p, piece, piece.from + i, memory + i * PIECE_STAGE, thread);
-    int stage = 0;
-#pragma unroll 1
-    for (int step = piece.from; step < piece.to; ++step) {
-      copy_async_wait<PIECE_STAGES - 1>();
-      helpers_sync();
-      multiply_piece(c, memory + stage * PIECE_STAGE, warp, lane);
-      helpers_sync();
-      load_piece(p, piece, step + PIECE_STAGES, memory + stage * PIECE_STAGE, thread);
-      stage = stage + 1 == PIECE_STAGES ? 0 : stage + 1;
-    }
-    float2* target = p.h_partials + static_cast<long long>(index) * PIECE_PAIRS + 256 * warp + lane;
-#pragma unroll
-    for (int n = 0; n < 4; ++n) {
-      target[64 * n] = make_float2(c[n][0], c[n][1]);
-      target[64 * n + 32] = make_float2(c[n][2], c[n][3]);
-    }
-  }
-}
-
-// Adds up pairs of h over the slices, all blocks together.
+// Adds up the slices of h, all blocks together, and rounds. A warp takes 8 pairs; four lanes have every fourth slice of one.
 __device__ __forceinline__ void round_h(const MiddleParams& p, int thread) {
   constexpr int TOGETHER = 8;  // loads that are under way together
-  const int pairs = p.h_pieces / p.h_slices * PIECE_PAIRS;
+  constexpr int STRIDE = CLUSTER * PIECE;
+  const int tasks = p.h_pieces / p.h_slices * (STRIDE / 8), lane = thread & 31, quarter = lane >> 3, groups = rank_groups(p);
 #pragma unroll 1
-  for (int i = blockIdx.x * HELPERS + thread; i < pairs; i += gridDim.x * HELPERS) {
-    const int group = i / PIECE_PAIRS, e = i - group * PIECE_PAIRS;
-    const Piece piece = piece_of(p, group * p.h_slices);
-    const float2* from = p.h_partials + static_cast<long long>(group) * p.h_slices * PIECE_PAIRS + e;
+  for (int task = blockIdx.x * HELPING_WARPS + (thread >> 5); task < tasks; task += gridDim.x * HELPING_WARPS) {
+    const int group = task / (STRIDE / 8), e = 8 * (task - group * (STRIDE / 8)) + (lane & 7);
+    const float2* from = p.h_partials + static_cast<long long>(group) * p.h_slices * STRIDE + e;
     float2 sum = make_float2(0, 0);
 #pragma unroll 1
-    for (int s = 0; s < p.h_slices; s += TOGETHER) {
+    for (int s = quarter; s < p.h_slices; s += 4 * TOGETHER) {
       float2 v[TOGETHER];
 #pragma unroll
-      for (int u = 0; u < TOGETHER; ++u)
-        asm volatile("ld.global.cg.v2.f32 {%0,%1}, [%2];"
-                     : "=f"(v[u].x), "=f"(v[u].y)
-                     : "l"(from + static_cast<long long>(min(s + u, p.h_slices - 1)) * PIECE_PAIRS)
-                     : "memory");
+      for (int u = 0; u < TOGETHER; ++u) v[u] = load_pair(from + static_cast<long long>(min(s + 4 * u, p.h_slices - 1)) * STRIDE);
 #pragma unroll
       for (int u = 0; u < TOGETHER; ++u) {
-        sum.x += s + u < p.h_slices ? v[u].x : 0;
-        sum.y += s + u < p.h_slices ? v[u].y : 0;
+        sum.x += s + 4 * u < p.h_slices ? v[u].x : 0;
+        sum.y += s + 4 * u < p.h_slices ? v[u].y : 0;
       }
     }
-    const int lane = e & 31, token = piece.token + 16 * (e >> 8) + 8 * (e >> 5 & 1) + (lane >> 2), rank = piece.rank + 8 * (e >> 6 & 3) + 2 * (lane & 3);
-    if (token < p.m && rank < p.ranks) *reinterpret_cast<u32*>(p.h + static_cast<long long>(token) * p.ranks + rank) = pack_bf16(sum.x, sum.y);
+    __syncwarp();
+#pragma unroll
+    for (int by = 8; by < 32; by *= 2) {
+      sum.x += __shfl_xor_sync(0xFFFFFFFF, sum.x, by);
+      sum.y += __shfl_xor_sync(0xFFFFFFFF, sum.y, by);
+    }
+    const int chunk = e / PIECE_CHUNK, l = e & 31;
+    const int token = group / groups * TOKENS + 8 * (e / 32 % COLUMNS) + 2 * (l & 3), rank = PIECE_RANKS * CLUSTER * (group % groups) + 8 * chunk + (l >> 2);
+    if (quarter != 0 || rank >= p.ranks) continue;
+    u16* h = p.h + static_cast<long long>(token) * p.ranks + rank;
+    if (token < p.m) h[0] = to_bf16(sum.x);
+    if (token + 1 < p.m) h[p.ranks] = to_bf16(sum.y);
   }
 }
 
@@ -155,9 +112,16 @@ __device__ __forceinline__ void all_blocks(u32* counter, int thread) {
   helpers_sync();
 }
 
-__device__ __forceinline__ void make_h(const MiddleParams& p, u32 memory, int thread) {
-  add_pieces(p, memory, thread);
+// The warps that make pieces have made this block's.
+__device__ __forceinline__ void pieces_wait() { asm volatile("bar.sync 7, %0;" ::"n"(128 + HELPERS) : "memory"); }
+
+// Whether every block adds up its own part of h.
+__device__ __forceinline__ bool each_alone(const MiddleParams& p) { return ALONE && p.h_slices <= FEW_SLICES; }
+
+__device__ __forceinline__ void make_h(const MiddleParams& p, int thread) {
+  pieces_wait();
   all_blocks(p.h_counters, thread);
+  if (each_alone(p)) return;
   round_h(p, thread);
   all_blocks(p.h_counters + 1, thread);
 }
@@ -182,8 +146,8 @@ __device__ __forceinline__ void lay_rows(const MiddleParams& p, int first, u32 t
   }
 }
 
-// 32 ranks of B and h, zeros where there are none.
-__device__ __forceinline__ void lay_adapter(const MiddleParams& p, const Part& part, int rank, int token, int first, u32 memory, int thread) {
+// 32 ranks of B, zeros where there are none.
+__device__ __forceinline__ void lay_b(const Part& part, int rank, int first, u32 memory, int thread) {
 #pragma unroll 4
   for (int i = thread; i < 4 * BLOCK_ROWS; i += HELPERS) {
     const int row = i >> 2, chunk = i & 3, r = first + row;
@@ -191,12 +155,54 @@ __device__ __forceinline__ void lay_adapter(const MiddleParams& p, const Part& p
     copy_async_16_if(inside, memory + FEED_H + 64 * row + ((chunk ^ (row >> 1 & 3)) << 4),
                      part.b + (inside ? static_cast<long long>(r - part.row_start) * part.rank + rank + 8 * chunk : 0));
   }
+}
+
+// The same of h, added up here from slices.
+__device__ __forceinline__ void add_h(const MiddleParams& p, const Part& part, int rank, int token_tile, u32 memory, int thread) {
+  constexpr int TOGETHER = TOKENS <= 32 ? 6 : 4;
+#pragma unroll 1
+  for (int start = thread; start < PIECE; start += TOGETHER * HELPERS) {
+    float2 v[TOGETHER][FEW_SLICES];
+#pragma unroll
+    for (int u = 0; u < TOGETHER; ++u) {
+      const int e = min(start + u * HELPERS, PIECE - 1), r = part.rank_start + rank + 8 * (e / PIECE_CHUNK);
+      const int inside = min(r, p.ranks - 8), group = token_tile * rank_groups(p) + inside / PIECE_RANKS;
+      const float2* from = p.h_partials + static_cast<long long>(group) * p.h_slices * PIECE + inside % PIECE_RANKS / 8 * PIECE_CHUNK + e % PIECE_CHUNK;
+#pragma unroll
+      for (int s = 0; s < FEW_SLICES; ++s) v[u][s] = load_pair(from + min(s, p.h_slices - 1) * PIECE);
+    }
+#pragma unroll
+    for (int u = 0; u < TOGETHER; ++u) {
+      const int e = start + u * HELPERS, chunk = e / PIECE_CHUNK, lane = e & 31, row = 8 * (e / 32 % COLUMNS) + 2 * (lane & 3);
+      const bool inside = rank + 8 * chunk < part.rank;
+      float2 sum = make_float2(0, 0);
+#pragma unroll
+      for (int s = 0; s < FEW_SLICES; ++s) {
+        sum.x += inside && s < p.h_slices ? v[u][s].x : 0;
+        sum.y += inside && s < p.h_slices ? v[u][s].y : 0;
+      }
+      if (e < PIECE) {
+        const u32 to = memory + 64 * row + ((chunk ^ (row >> 1 & 3)) << 4) + 2 * (lane >> 2);
+        asm volatile("st.shared.u16 [%0], %1;" ::"r"(to), "h"(to_bf16(sum.x)) : "memory");
+        asm volatile("st.shared.u16 [%0], %1;" ::"r"(to + 64), "h"(to_bf16(sum.y)) : "memory");
+      }
+    }
+  }
+}
+
+// 32 ranks of h, and waits for B too.
+__device__ __forceinline__ void lay_h(const MiddleParams& p, const Part& part, int rank, int token_tile, u32 memory, int thread) {
+  if (each_alone(p)) {
+    if constexpr (ALONE) add_h(p, part, rank, token_tile, memory, thread);
+  } else {
+    const int token = token_tile * TOKENS;
 #pragma unroll 4
-  for (int i = thread; i < 4 * TOKENS; i += HELPERS) {
-    const int row = i >> 2, chunk = i & 3;
-    const bool inside = token + row < p.m && rank + 8 * chunk < part.rank;
-    copy_async_16_if(inside, memory + 64 * row + ((chunk ^ (row >> 1 & 3)) << 4),
-                     p.h + (inside ? static_cast<long long>(token + row) * p.ranks + part.rank_start + rank + 8 * chunk : 0));
+    for (int i = thread; i < 4 * TOKENS; i += HELPERS) {
+      const int row = i >> 2, chunk = i & 3;
+      const bool inside = token + row < p.m && rank + 8 * chunk < part.rank;
+      copy_async_16_if(inside, memory + 64 * row + ((chunk ^ (row >> 1 & 3)) << 4),
+                       p.h + (inside ? static_cast<long long>(token + row) * p.ranks + part.rank_start + rank + 8 * chunk : 0));
+    }
   }
   copy_async_commit();
   copy_async_wait<0>();
@@ -229,7 +235,18 @@ __device__ __forceinline__ void help(const MiddleParams& p, int start, int stop,
   };
   lay_next();
   lay_next();
-  if (p.parts > 0) make_h(p, feed.memory, thread);
+  if (p.parts > 0) {
+    each_tile(p, start, stop, [&](const Place& at) {
+      const int first = 16 * first_row_tile(at);
+      for (int q = 0; q < p.parts && at.unit == 0; ++q) {
+        if (!touches(p.part[q], first)) continue;
+        lay_b(p.part[q], 0, first, feed.memory, thread);
+        return true;
+      }
+      return false;
+    });
+    make_h(p, thread);
+  }
   each_tile(p, start, stop, [&](const Place& at) {
     const int first = 16 * first_row_tile(at);
 #pragma unroll 1
@@ -238,21 +255,25 @@ __device__ __forceinline__ void help(const MiddleParams& p, int start, int stop,
       if (!touches(part, first)) continue;
 #pragma unroll 1
       for (int rank = 0; rank < part.rank; rank += 32, ++uses) {
-        if (uses > 0) barrier_wait(feed.adapter_empty, (uses & 1) ^ 1);
-        lay_adapter(p, part, rank, at.token_tile * TOKENS, first, feed.memory, thread);
+        if (uses > 0) {
+          barrier_wait(feed.adapter_empty, (uses & 1) ^ 1);
+          lay_b(part, rank, first, feed.memory, thread);
+        }
+        lay_h(p, part, rank, at.token_tile, feed.memory, thread);
         arrive(feed.adapter_full);
       }
     }
     lay_next();
     return false;
   });
+  if (p.parts > 0 && each_alone(p)) round_h(p, thread);  // what the caller is given
 }
 
 // A and B come into the L2 cache before the kernel in front has ended, where they stay coherent whatever ran before.
 __device__ __forceinline__ void prefetch_adapters(const MiddleParams& p, int start, int stop, int thread) {
   if (p.parts == 0) return;
-  if (blockIdx.x < p.h_pieces) {
-    const Piece piece = piece_of(p, blockIdx.x);
+  if (first_piece() < p.h_pieces) {
+    const Piece piece = piece_of(p, first_piece());
     const int steps = piece.to - piece.from;
     for (int i = thread; i < PIECE_RANKS * steps; i += HELPERS) {
       const int row = piece.rank + i / steps, column = 64 * (piece.from + i % steps);

@@ -7,7 +7,7 @@
 //
 // A tile that several blocks have parts of is summed through global memory, in the order of the inputs. The blocks whose run ends
 // in this tile finish it: if it is one, it keeps its sums in registers; several share the tokens out among them. B h is added by the block
-// that begins the tile. Helping warps make h meanwhile (adapters.cuh).
+// that begins the tile. Its warps make pieces of h before they begin, and helping warps the rest of it (adapters.cuh).
 //
 // The blocks of a cluster have neighbouring rows; each copies a part of x for all of them.
 //
@@ -46,35 +46,57 @@ __device__ __forceinline__ void load_x(const MiddleParams& p, const Place& at, u
   copy_box<(CLUSTER > 1)>(stage + part * 128, p.x_map, at.unit * 64, at.token_tile * TOKENS + part, barrier);
 }
 
-// One thread keeps the ring full.
+// One thread keeps the ring full: the steps of this block's pieces of h, then those of its run.
 __device__ __forceinline__ void produce(const MiddleParams& p, int start, int count, u32 ring, u32 full, u32 empty) {
-  const int ahead = min(count, STAGES);
+  const int clusters = gridDim.x / CLUSTER;
+  int begin = 0;
+  for (int index = first_piece(); index < p.h_pieces; index += clusters) {
+    const Piece piece = piece_of(p, index);
+    begin += piece.to - piece.from;
+  }
+  const int ahead = min(count, STAGES - begin);
   Place at = place_of(p, start);
   const Place first = at;
   // Weights never change, so their copies need not wait for the kernel in front of this one.
 #pragma unroll 1
   for (int i = 0; i < ahead; ++i, advance(p, at)) {
-    barrier_expect(full + 8 * i, STEP_BYTES);
-    load_weights(p, at, ring + i * STAGE_BYTES, full + 8 * i);
+    const int stage = begin + i;
+    barrier_expect(full + 8 * stage, STEP_BYTES);
+    load_weights(p, at, ring + stage * STAGE_BYTES, full + 8 * stage);
   }
   // The other blocks' barriers are there.
   cluster_wait();
   dependencies_wait();  // x
+  int stage = 0;
+  u32 parity = 1;  // at first, all stages are empty
+  const auto next = [&] {
+    if (++stage < STAGES) return;
+    stage = 0;
+    parity ^= 1;
+  };
+#pragma unroll 1
+  for (int index = first_piece(); index < p.h_pieces; index += clusters) {
+    const Piece piece = piece_of(p, index);
+    Place from = {piece.from, piece.token_tile, 0};
+#pragma unroll 1
+    for (; from.unit < piece.to; ++from.unit, next()) {
+      const u32 to = ring + stage * STAGE_BYTES, barrier = full + 8 * stage;
+      barrier_wait(empty + 8 * stage, parity);
+      barrier_expect(barrier, PIECE_STEP_BYTES);
+      copy_box<false>(to + X_BYTES, p.a_map, from.unit * 64, piece.rank, barrier);
+      load_x(p, from, to, barrier);
+    }
+  }
   at = first;
 #pragma unroll 1
-  for (int i = 0; i < ahead; ++i, advance(p, at)) load_x(p, at, ring + i * STAGE_BYTES, full + 8 * i);
-  int stage = 0;
-  u32 parity = 0;
-#pragma unroll 1
-  for (int i = ahead; i < count; ++i, advance(p, at)) {
-    barrier_wait(empty + 8 * stage, parity);
-    barrier_expect(full + 8 * stage, STEP_BYTES);
-    load_weights(p, at, ring + stage * STAGE_BYTES, full + 8 * stage);
-    load_x(p, at, ring + stage * STAGE_BYTES, full + 8 * stage);
-    if (++stage == STAGES) {
-      stage = 0;
-      parity ^= 1;
+  for (int i = 0; i < count; ++i, advance(p, at), next()) {
+    const u32 to = ring + stage * STAGE_BYTES, barrier = full + 8 * stage;
+    if (i >= ahead) {
+      barrier_wait(empty + 8 * stage, parity);
+      barrier_expect(barrier, STEP_BYTES);
+      load_weights(p, at, to, barrier);
     }
+    load_x(p, at, to, barrier);
   }
 }
 
@@ -159,6 +181,50 @@ __device__ __forceinline__ void multiply_steps(float (&d)[TILES][TOKENS / 2], Ri
 
 // ---- Adapters.
 
+// This block's pieces of h, by the first warpgroup, half of whose rows are ranks.
+__device__ __forceinline__ void add_pieces(const MiddleParams& p, float (&d)[TOKENS / 2], Ring& r, int warp, int lane) {
+  const int clusters = gridDim.x / CLUSTER;
+#pragma unroll 1
+  for (int index = first_piece(); index < p.h_pieces; index += clusters) {
+    const Piece piece = piece_of(p, index);
+#pragma unroll
+    for (int e = 0; e < TOKENS / 2; ++e) d[e] = 0;
+#pragma unroll 1
+    for (int step = piece.from; step < piece.to; ++step) {
+      barrier_wait(r.full + 8 * r.stage, r.parity);
+      if (warp < 4) {
+        const u32 x = __shfl_sync(0xFFFFFFFF, r.stages + r.stage * STAGE_BYTES, 0);
+        u32 a[4][4] = {};
+        const int row = 16 * warp + (lane & 15);
+#pragma unroll
+        for (int k = 0; k < 4; ++k)
+          if (warp < 2) ldmatrix_x4(a[k], x + X_BYTES + 128 * row + (((2 * k + (lane >> 4)) ^ (row & 7)) << 4));
+        asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#pragma unroll
+        for (int k = 0; k < 4; ++k) multiply(d, a[k], operand(x) + 2 * k);
+        asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+        products_wait<0>();
+      }
+      release(r.empty + 8 * r.stage, lane);
+      if (++r.stage == STAGES) {
+        r.stage = 0;
+        r.parity ^= 1;
+      }
+    }
+#pragma unroll
+    for (int e = 0; e < TOKENS / 2; ++e) asm volatile("" : "+f"(d[e])::"memory");
+    float2* target = p.h_partials + (static_cast<long long>(index) * CLUSTER + block_rank()) * PIECE + 2 * PIECE_CHUNK * warp + lane;
+    if (warp < 2) {
+#pragma unroll
+      for (int c = 0; c < COLUMNS; ++c) {
+        target[32 * c] = make_float2(d[4 * c], d[4 * c + 1]);
+        target[32 * c + PIECE_CHUNK] = make_float2(d[4 * c + 2], d[4 * c + 3]);
+      }
+    }
+  }
+  if (warp < 4) asm volatile("bar.arrive 7, %0;" ::"n"(128 + HELPERS) : "memory");
+}
+
 // h as the B operand: [TOKENS][32] bfloat16, rows of 64 bytes.
 __device__ __forceinline__ u64 h_operand(u32 address) {
   return static_cast<u64>((address & 0x3FFFF) >> 4) | (1ull << 16) | (32ull << 32) | (2ull << 62);
@@ -224,6 +290,7 @@ __device__ __forceinline__ void consume(const MiddleParams& p, int start, int st
   const int lane = thread & 31;
   float d[TILES][TOKENS / 2];
   int visit = 0, uses = 0;
+  if (p.parts > 0) add_pieces(p, d[0], r, warp, lane);
 #pragma unroll 1
   for (int at = start; at < stop; ++visit) {
     const Place place = place_of(p, at);
@@ -256,8 +323,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) middle(const __grid_con
   const u32 ring = (uniform(smem_address(memory)) + TABLE_BYTES + 1023) & ~1023u;
   const u32 full = uniform(smem_address(barriers)), empty = full + 8 * STAGES, others = empty + 8 * STAGES;
   const Feed feed = {ring + STAGES * STAGE_BYTES, smem_address(rows), others, others + 16, others + 32, others + 40};
-  const int cluster = blockIdx.x / CLUSTER, clusters = gridDim.x / CLUSTER;
-  const int start = share(cluster, clusters, p.steps), stop = share(cluster + 1, clusters, p.steps);
+  // Clusters beyond those that share the steps only make pieces of h.
+  const int cluster = min(static_cast<int>(blockIdx.x) / CLUSTER, p.clusters), next = min(cluster + 1, p.clusters);
+  const int start = share(cluster, p.clusters, p.steps), stop = share(next, p.clusters, p.steps);
   dependents_may_start();
   if (thread == CONSUMERS) {
     for (int i = 0; i < STAGES; ++i) {

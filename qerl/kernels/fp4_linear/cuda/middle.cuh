@@ -23,18 +23,18 @@ struct TensorMap {
 
 struct MiddleParams {
   TensorMap x_map;     // bfloat16 [m, k], boxes of TOKENS / CLUSTER x 64
+  TensorMap a_map;     // bfloat16 [ranks, k], boxes of 32 x 64
   TensorMap tile_map;  // 8-byte words [row tiles, units * words of a tile], boxes of ROW_TILES tiles
   void* out;           // bfloat16 or float32 [m, n]
   const u16* bias;
   const float* side;   // of the format: divisors of NVFP4's segments, what doubly quantized scales need, or null
-  const u16* x;        // bfloat16 [m, k]
   const u16* a;        // bfloat16 [ranks, k]
   u16* h;              // bfloat16 [m, ranks], made here
   float4* partials;    // [2 * blocks][TILES][COLUMNS][CONSUMERS]
-  float2* h_partials;  // [h_pieces][PIECE_PAIRS]
+  float2* h_partials;  // [h_pieces][CLUSTER][PIECE]
   u32* counters;       // [tiles * CLUSTER * GROUPS], zeros between launches
   u32* h_counters;     // two more
-  int m, n, k, units, token_tiles, steps, ranks, h_slices, h_pieces;
+  int m, n, k, units, token_tiles, clusters, steps, ranks, h_slices, h_pieces;  // `clusters` share the steps
   int segments, parts, float_out, vectors;
   u32 scale_base;  // 0x70007000
   int segment_stop[4];

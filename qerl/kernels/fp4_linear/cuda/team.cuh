@@ -29,7 +29,7 @@ struct Team {
 };
 
 __device__ __forceinline__ Team team_of(const MiddleParams& p, int tile) {
-  const int blocks = gridDim.x / CLUSTER, start = tile * p.units, stop = start + p.units;
+  const int blocks = p.clusters, start = tile * p.units, stop = start + p.units;
   Team team;
   team.first = static_cast<int>(((static_cast<u64>(start) + 1) * blocks - 1) / p.steps);
   const int last = static_cast<int>((static_cast<u64>(stop) * blocks - 1) / p.steps);
