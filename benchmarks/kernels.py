@@ -19,8 +19,10 @@ import argparse
 import importlib.metadata
 import itertools
 import json
+import shlex
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -169,6 +171,7 @@ class Bench:
             ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
         ).stdout.strip()
         self.facts = {
+            "command": shlex.join(["python", "benchmarks/kernels.py", *sys.argv[1:]]),
             "device": "cpu" if device.type == "cpu" else torch.cuda.get_device_name(),
             "torch": torch.__version__,
             "commit": commit or None,

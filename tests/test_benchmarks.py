@@ -1,5 +1,6 @@
 """Benchmarks that run without a GPU in toy shapes, and the verb that starts them."""
 
+import importlib.util
 import json
 import re
 import statistics
@@ -91,6 +92,18 @@ def test_the_benchmark_of_linear_layers_checks_and_times_each_kernel(tmp_path):
         times = [row[key] for key in ("reference base", "reference lora", "bf16 base", "bf16 lora")]
         assert all(0 < entry["us_p20"] <= entry["us"] <= entry["us_p80"] for entry in times)
         assert row["floor_us"] > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "said"), [("marlin", "unknown peer 'marlin'"), ("humming", "pip install humming-kernels")]
+)
+def test_a_library_that_is_not_there_ends_the_benchmark_before_any_figure(name, said):
+    if importlib.util.find_spec(name):
+        pytest.skip("it is installed")
+    command = [sys.executable, "benchmarks/kernels.py", "--tiny", "--peers", name]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 1 and result.stdout == ""
+    assert said in result.stderr
 
 
 def test_the_rollout_benchmark_runs_in_toy_shapes(tmp_path):
