@@ -32,7 +32,7 @@ _SPARE_STEPS = 10
 """Steps of a piece, at most, for which the multiprocessors that the tiles leave idle make h by themselves."""
 _FEW_SLICES = 8
 """Slices of h, at most, that every block adds up for itself: `FEW_SLICES` of cuda/adapters.cuh."""
-ALONE_TOKENS = 64
+ALONE_TOKENS = 0
 """Rows of x of a tile, at most, with which blocks do so."""
 _SPLIT_STEPS = 4
 """What sharing tiles unevenly costs, in steps of a block."""
