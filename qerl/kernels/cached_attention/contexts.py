@@ -77,6 +77,7 @@ def attend(
     PAGE: tl.constexpr,
     LEAST: tl.constexpr,
     LONG: tl.constexpr,
+    FETCHED: tl.constexpr,
     SPLIT: tl.constexpr,
     SHARED: tl.constexpr,
     JOINED: tl.constexpr,
@@ -130,7 +131,7 @@ def attend(
         if OVERLAP and PAGED:
             # Old keys and values, lengths and pages are not what the kernel in front writes.
             if early != 0:
-                for tile in range(start, tl.minimum(start + 2, stop)):
+                for tile in range(start, tl.minimum(start + FETCHED, stop)):
                     page = tl.load(line_ptr + tile * TILE // PAGE).to(tl.int64)
                     fetch(k_ptr, v_ptr, page, tile, length, kv_head, page_stride, token_stride, SIZE, TILE, PAGE)
         wait(OVERLAP)

@@ -46,6 +46,9 @@ _SIDE = 16
 """Least rows of a matrix product."""
 JOINED = 8
 """Parts that are read at once when they are joined."""
+FETCHED = 2
+"""Tiles that a program asks for before the kernel in front has ended, where all programs fit at one time; where more wait, what is asked for
+ahead stands in front of what is needed now."""
 
 
 def cached_attention(
@@ -173,6 +176,7 @@ def cached_attention(
         SIDE=max(_SIDE, triton.next_power_of_2(group)),
         JOIN_SIDE=triton.next_power_of_2(group),
         LANES=_lanes(batch) if plan.most > 1 else 1,
+        FETCHED=FETCHED if few else 0,
         PAGED=table_BN is not None,
         SPLIT=plan.most > 1,
         SHARED=shared is not None,
