@@ -93,7 +93,7 @@ class DataConfig(Section):
     """Prompts for training and evaluation."""
 
     train: str | None = None
-    """A .jsonl/.parquet file, a built-in data set (`arithmetic`), a folder NAME under $QERL_DATA, or a hub name (`owner/name` or `owner/name/config`); `NAME:split` picks a split (default train)."""
+    """A .jsonl/.parquet file, a built-in data set (`arithmetic`, `calculations`), a folder NAME under $QERL_DATA, or a hub name (`owner/name` or `owner/name/config`); `NAME:split` picks a split (default train)."""
     eval: str | None = None
     """The same for evaluation (default split: test)."""
     eval_limit: Positive | None = None

@@ -3,7 +3,7 @@
 A name is tried, in this order, as
 
 1. a path: a ``.jsonl``, ``.json`` (one object a line) or ``.parquet`` file, or a folder of ``SPLIT.jsonl`` files;
-2. a built-in data set: ``arithmetic``;
+2. a built-in data set: ``arithmetic`` or ``calculations``;
 3. a folder of that name under ``$QERL_DATA``;
 4. a benchmark of ``data.suites`` that the hub has, with its fields renamed;
 5. a data set of the Hugging Face hub (needs the ``datasets`` package): ``owner/name`` or ``owner/name/config``.
@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from qerl.data.calculations import calculations
 from qerl.data.suites import SUITES
 from qerl.data.synthetic import arithmetic_problems
 from qerl.errors import DataError, MissingDependencyError, nearest
@@ -176,6 +177,7 @@ def _arithmetic(count: int) -> Callable[[str], Iterable[Mapping[str, Any]]]:
 
 BUILT_IN: dict[str, dict[str, Callable[[str], Iterable[Mapping[str, Any]]]]] = {
     "arithmetic": {"train": _arithmetic(20_000), "test": _arithmetic(1_000)},
+    "calculations": {"train": calculations, "test": calculations},
 }
 """Built-in data sets: name -> split -> rows of that split."""
 

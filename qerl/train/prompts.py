@@ -8,7 +8,7 @@ from qerl.data.tasks import load_rows
 from qerl.model.tokenizer import Tokenizer
 from qerl.records import Prompt
 
-SOURCES = "a file, the built-in `arithmetic`, a NAME under $QERL_DATA, or a hub name"
+SOURCES = "a file, the built-in `arithmetic` or `calculations`, a NAME under $QERL_DATA, or a hub name"
 """What a data set can be named by, for messages."""
 
 

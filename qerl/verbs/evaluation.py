@@ -29,7 +29,7 @@ def evaluate(
             "--data",
             metavar="NAME,…",
             help="Suites and files, with commas between: "
-            f"{', '.join(SUITES)}, arithmetic, a NAME under $QERL_DATA, a JSONL/parquet file, a hub name; NAME:split.",
+            f"{', '.join(SUITES)}, arithmetic, calculations, a NAME under $QERL_DATA, a JSONL/parquet file, a hub name; NAME:split.",
         ),
     ] = None,
     checkpoint: Annotated[

@@ -19,7 +19,7 @@ Data = Annotated[
     typer.Option(
         "--data",
         metavar="FILE_OR_NAME",
-        help="JSONL/parquet file, `arithmetic`, a NAME under $QERL_DATA, or hub name; NAME:split.",
+        help="JSONL/parquet file, `arithmetic`, `calculations`, a NAME under $QERL_DATA, or hub name; NAME:split.",
     ),
 ]
 Checkpoint = Annotated[
