@@ -11,9 +11,9 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 
-LARGEST_TERM = 40
+LARGEST_TERM = 20
 LARGEST_FACTOR = 12
-TEST_PERCENT = 20
+TEST_PERCENT = 30
 
 
 def calculations(split: str) -> list[dict[str, str]]:
