@@ -98,7 +98,7 @@ def write_evaluations(
     facts: Mapping[str, Any],
     comparisons: Sequence[Mapping[str, Any]] = (),
 ) -> Path:
-    """Write an evaluation folder; the parquet files first, the JSON file last.
+    """Write an evaluation folder; the parquet files first (they may be there already: ``write_questions``), the JSON file last.
 
     Args:
         folder: made if missing; files of the same names are replaced.
@@ -109,16 +109,22 @@ def write_evaluations(
     Returns:
         The JSON file.
     """
-    entries = []
-    for measurement in measurements:
-        known = to_json(measurement.facts())
-        name = f"{_file_part(measurement.suite)}--{_file_part(measurement.policy)}.parquet"
-        schema = question_schema().with_metadata({METADATA_KEY: json.dumps(known).encode()})
-        with whole_file(folder / name) as temporary:
-            pa.parquet.write_table(pa.Table.from_pylist(list(measurement.result.rows), schema), temporary)
-        entries.append({**known, "file": name})
+    entries = [
+        {**to_json(measurement.facts()), "file": write_questions(folder, measurement).name}
+        for measurement in measurements
+    ]
     path = folder / EVALUATION_FILE
     write_json(path, {"schema": SCHEMA, **facts, "results": entries, "comparisons": list(comparisons)})
+    return path
+
+
+def write_questions(folder: Path, measurement: Measurement) -> Path:
+    """Write one measurement's questions and answers as the parquet file of an evaluation folder, which can be read alone."""
+    known = to_json(measurement.facts())
+    path = folder / f"{_file_part(measurement.suite)}--{_file_part(measurement.policy)}.parquet"
+    schema = question_schema().with_metadata({METADATA_KEY: json.dumps(known).encode()})
+    with whole_file(path) as temporary:
+        pa.parquet.write_table(pa.Table.from_pylist(list(measurement.result.rows), schema), temporary)
     return path
 
 

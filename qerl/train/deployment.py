@@ -140,6 +140,7 @@ def measure(
     noise: NoiseRequest | None,
     warn: Callable[[str], None],
     on_progress: ProgressCallback | None = None,
+    on_measured: Callable[[Measurement], None] | None = None,
 ) -> Deployment:
     """Measure every policy on every suite.
 
@@ -149,6 +150,7 @@ def measure(
         noise: also measure each policy with noise.
         warn: told what the user should know.
         on_progress: passed to the engine.
+        on_measured: called with each measurement as it is made.
 
     Raises:
         ConfigError: there is no evaluation data, or noise is asked for where there is none.
@@ -184,6 +186,8 @@ def measure(
             for text in rewarder.take_warnings():
                 warn(text)
             measurements.append(Measurement(suite=suite_name(suite), policy=policy, location=suite, result=result))
+            if on_measured is not None:
+                on_measured(measurements[-1])
             return measurements[-1]
 
         for policy, target in targets:

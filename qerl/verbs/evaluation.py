@@ -10,7 +10,7 @@ import typer
 from qerl.data.suites import SUITES, split_list
 from qerl.errors import ConfigError
 from qerl.metrics.files import check_writable, write_json
-from qerl.metrics.terminal import print_facts, progress_bar, warn
+from qerl.metrics.terminal import print_facts, progress_bar, stderr, warn
 from qerl.verbs.options import Adapter, Settings, as_settings, split_settings
 
 
@@ -91,7 +91,7 @@ def evaluate(
         raise ConfigError("--sigma sets the level of --noise", got=f"--sigma {sigma:g}", remedy="Add --noise 1")
     config_file, overrides = split_settings(settings)
     flags = {"eval.samples": samples, "eval.temperature": temperature, "data.eval_limit": limit}
-    from qerl.eval.files import write_evaluations
+    from qerl.eval.files import Measurement, write_evaluations, write_questions
     from qerl.eval.table import table_lines
     from qerl.train.deployment import NoiseRequest, choose_targets, measure
 
@@ -106,13 +106,24 @@ def evaluate(
     # A configuration that evaluates with noise asks for it here too, beside the clean policy.
     draws = noise or int(targets[0][1].config.eval.noise)
     request = NoiseRequest(draws=draws, sigma=sigma) if draws else None
+    suites = split_list(data) if data is not None else ()
+
+    def keep(measurement: Measurement) -> None:
+        """Of several, each as it is made: they may take long, and what is measured stays measured."""
+        if len(suites) > 1 or len(targets) > 1 or request is not None:
+            line = f"{measurement.suite}, {measurement.policy}: {measurement.result.headline()}"
+            stderr().print(line, markup=False, highlight=False, soft_wrap=True)
+        if out is not None and out.suffix != ".json":
+            write_questions(out, measurement)
+
     with progress_bar() as on_progress:
         found = measure(
             targets,
-            split_list(data) if data is not None else (),
+            suites,
             noise=request,
             warn=warn,
             on_progress=on_progress,
+            on_measured=keep,
         )
     config = targets[0][1].config
     first = found.measurements[0].result

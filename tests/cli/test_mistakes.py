@@ -10,7 +10,10 @@ import pytest
 from cli_calls import SMALL, ok, qerl, refused
 
 from qerl.data.synthetic import arithmetic_problems
+from qerl.errors import DataError
+from qerl.eval.files import read_evaluations
 from qerl.model.checkpoint import resolve_model_path
+from qerl.train import deployment
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -213,6 +216,26 @@ def test_a_model_with_few_positions_is_evaluated_without_length_settings(rows):
     assert "exceeds the model's positions; got 301" in text or "exceeds the model's positions" in text
     quantized = qerl("eval", "demo", "--data", rows, "--limit", "2", "model.dtype=float32", "quant.format=nvfp4")
     assert "unquantized" not in quantized.stderr and "(nvfp4 base)" in quantized.stdout
+
+
+def test_what_has_been_measured_is_there_when_a_later_suite_fails(tmp_path, rows, monkeypatch):
+    real, made = deployment.evaluate, []
+
+    def evaluate(*arguments, **keywords):
+        if made:
+            raise DataError("the second suite fails")
+        made.append(real(*arguments, **keywords))
+        return made[0]
+
+    monkeypatch.setattr(deployment, "evaluate", evaluate)
+    other = tmp_path / "other.jsonl"
+    other.write_text(rows.read_text())
+    result = qerl(
+        "eval", "demo", "--data", f"{rows},{other}", "--limit", "2", "--out", tmp_path / "out", "model.dtype=float32"
+    )
+    assert result.exit_code == 2 and f"{rows.stem}, base: accuracy" in " ".join(result.stderr.split())
+    (stored,) = read_evaluations(tmp_path / "out" / f"{rows.stem}--base.parquet")
+    assert [row["id"] for row in stored.rows] == [row["id"] for row in made[0].rows]
 
 
 def test_lengths_that_are_set_stay_and_the_others_take_what_is_left(tmp_path, rows):
