@@ -77,6 +77,7 @@ def pair_row(first: Sequence[Cell], second: Sequence[Cell], a: ArmRow, b: ArmRow
         second=b.label,
         axes=b.axes,
         over_seeds=spread((ends[1][seed] or 0.0) - (ends[0][seed] or 0.0) for seed in shared),
+        finals=_final_differences(first, second),
         question_difference=difference,
         question_low=low,
         question_high=high,
@@ -84,6 +85,30 @@ def pair_row(first: Sequence[Cell], second: Sequence[Cell], a: ArmRow, b: ArmRow
         tests=tuple(tests),
         detectable=detectable,
     )
+
+
+def _final_differences(first: Sequence[Cell], second: Sequence[Cell]) -> dict[str, Spread]:
+    """Second minus first in each further evaluation of the clean models, seed by seed."""
+    runs = [{cell["seed"]: _clean_finals(cell) for cell in cells} for cells in (first, second)]
+    shared = sorted(seed for seed in runs[0].keys() & runs[1].keys() if seed is not None)
+    found = {}
+    for name in dict.fromkeys(name for seed in shared for name in runs[0][seed]):
+        part = spread(
+            runs[1][seed][name] - runs[0][seed][name]
+            for seed in shared
+            if name in runs[0][seed] and name in runs[1][seed]
+        )
+        if part is not None:
+            found[name] = part
+    return found
+
+
+def _clean_finals(cell: Cell) -> dict[str, float]:
+    return {
+        name: float(value["accuracy"])
+        for name, value in cell["final"].items()
+        if (value.get("policy") or {}).get("noise") is None and value.get("accuracy") is not None
+    }
 
 
 def _after(cells: Sequence[Cell], seed: int) -> Mapping[str, Any] | None:

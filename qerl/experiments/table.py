@@ -81,18 +81,20 @@ def _axis(rows: Sequence[AxisRow]) -> str:
 
 
 def _pairs(comparison: Comparison) -> str:
+    finals = comparison.paired_finals
     head = [
         "Difference",
         "Over seeds, points",
         "Verdict",
+        *(f"{name}, points" for name in finals),
         "Over questions, points",
         "McNemar p by seed",
         "Detectable, planned seeds",
     ]
-    return _table(head, [_pair(row) for row in comparison.pairs])
+    return _table(head, [_pair(row, finals) for row in comparison.pairs])
 
 
-def _pair(row: PairRow) -> list[str]:
+def _pair(row: PairRow, finals: Sequence[str]) -> list[str]:
     axes = ", ".join(f"{key.rpartition('.')[2]} {text.plain(value)}" for key, value in row.axes.items())
     questions = DASH
     if row.question_difference is not None and row.question_low is not None and row.question_high is not None:
@@ -101,6 +103,7 @@ def _pair(row: PairRow) -> list[str]:
         f"{row.second} − {row.first}" + (f" ({axes})" if axes and "(" not in row.second else ""),
         points_spread(row.over_seeds),
         row.verdict,
+        *(points_spread(row.finals.get(name)) for name in finals),
         questions,
         ", ".join(f"{test.p_value:.2g}" for test in row.tests) or DASH,
         DASH if row.detectable is None else f"{100 * row.detectable:.1f}",

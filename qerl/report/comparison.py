@@ -102,6 +102,8 @@ class PairRow:
     axes: dict[str, Any]
     over_seeds: Spread | None
     """Differences of the runs with one seed (one data order), with their t-interval."""
+    finals: dict[str, Spread]
+    """The same for each further evaluation without noise that both had."""
     question_difference: float | None
     question_low: float | None
     question_high: float | None
@@ -174,6 +176,11 @@ class Comparison:
     notes: tuple[str, ...]
     """What keeps the comparison from being clean."""
     machine: str
+
+    @property
+    def paired_finals(self) -> list[str]:
+        """Further evaluations in which arms are compared."""
+        return list(dict.fromkeys(name for row in self.pairs for name in row.finals))
 
     @property
     def time_name(self) -> str:

@@ -3,33 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from summary_builders import PLAN
+from summary_builders import axis_cell as cell
 
 from qerl.experiments.compare import compare_cells
 from qerl.experiments.folders import Collection
 from qerl.experiments.table import markdown
-
-PLAN = {"plan": {"protocol": "mechanism", "compare": []}}
-
-
-def cell(arm, rate, seed, after, *, before=0.2, state="finished"):
-    points = [{"step": 0, "accuracy": before}, *([] if after is None else [{"step": 20, "accuracy": after}])]
-    return {
-        "run": f"{arm}-lr{rate:g}-s{seed}",
-        "matrix": "grid",
-        "protocol": "mechanism",
-        "arm": arm,
-        "label": arm.upper(),
-        "phase": "run",
-        "axes": {"optim.lr": rate},
-        "seed": seed,
-        "state": state,
-        "steps": 20 if after is not None else 3,
-        "planned_steps": 20,
-        "evaluations": points,
-        "final": {},
-        "questions": {},
-        "curves": {},
-    }
 
 
 def shown(cells):
