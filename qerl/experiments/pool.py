@@ -58,13 +58,14 @@ class Pool:
         """Begin a cell, or the search for its temperature, on the device with the fewest."""
         device = min(self._devices, key=self._load, default=None)
         manifest = self._plan.manifest
+        beside = [other for other in self.running if other.device == device]
+        names = [other.cell.name for other in beside if not other.search]
         if search:
-            manifest.note_sharing(manifest.at_work(device))
+            manifest.note_sharing([*names, *manifest.at_work(device)])
         else:
             manifest.note(cell.name, device=device)
-            beside = [other for other in self.running if other.device == device]
             if beside:
-                manifest.note_sharing([cell.name, *(other.cell.name for other in beside if not other.search)])
+                manifest.note_sharing([cell.name, *names])
         name = None if self._jobs == 1 else f"{cell.group} (temperature)" if search else cell.name
         child = Child(self._plan, ["--cell", cell.name, *arguments], seconds, device, name)
         self.running.append(Running(cell=cell, child=child, device=device, search=search))

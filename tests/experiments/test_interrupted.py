@@ -11,7 +11,7 @@ from matrix_builders import ARMS, write_matrix
 
 from qerl.config.load import load_config
 from qerl.errors import RunFolderError, RunStopped
-from qerl.experiments import final, one_cell, runner
+from qerl.experiments import final, one_cell, pool, runner
 from qerl.experiments.manifest import AT_WORK, Manifest
 from qerl.experiments.plan import open_plan, record_plan
 from qerl.experiments.process import Ending
@@ -151,10 +151,31 @@ def test_the_first_of_two_searches_counts(tmp_path):
     assert plan.manifest.read()["matched"]["warm"] == first
 
 
-def test_a_temperature_is_searched_for_beside_running_cells(tmp_path):
-    """When its turn comes, in a process of its own; the arm's cells follow."""
+class Inline:
+    """In place of a child process: the same orders, carried out here when it is asked how it ended."""
+
+    def __init__(self, plan, arguments, seconds, device, name):
+        only = tuple(arguments[arguments.index("--cell") + 1 :][:1])
+        self.orders = replace(ALONE, only=only, match_only="--match" in arguments, own_process=True, portable=False)
+        self.plan, self.looks = plan, 0
+
+    @property
+    def running(self):
+        """For one look of the pool, so that another one is begun beside it."""
+        self.looks += 1
+        return self.looks == 1
+
+    def ending(self):
+        run_matrix(self.plan.path, self.plan.settings, self.plan.out, self.orders, quiet)
+        return Ending(code=0, last_words="")
+
+
+def test_a_temperature_is_searched_for_beside_running_cells(tmp_path, monkeypatch):
+    """When its turn comes, as a process beside the cells; the arm's own follow."""
+    monkeypatch.setattr(pool, "Child", Inline)
     warm = {"name": "warm", "set": {"aqn.enabled": False}, "match_temperature": {"arm": "noisy", "high": 4.0}}
-    path = write_matrix(tmp_path, arms=[ARMS[1], warm], set={"train.steps": 1})
+    # Without diagnostics no cell waits for the first one's probe set.
+    path = write_matrix(tmp_path, arms=[ARMS[1], warm], set={"train.steps": 1, "diagnostics.every": 0})
     said: list[str] = []
     plan = run_matrix(path, [], tmp_path / "out", Orders(jobs=2), said.append)
     assert states(plan) == {"noisy-s0": "finished", "warm-s0": "finished"}
