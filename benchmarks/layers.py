@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import statistics
+import sys
 import time
 from collections import defaultdict
 from dataclasses import replace
@@ -149,7 +151,8 @@ def main() -> None:
             rows[name] = measure(model, batch, arguments.checkpointing, spec.num_layers)
             print(f"{name}: {json.dumps(rows[name])}", flush=True)
             if arguments.out is not None:
-                content = {"facts": known, "rows": rows, "over_bf16": over_bf16(rows)}
+                command = shlex.join(["python", "benchmarks/layers.py", *sys.argv[1:]])
+                content = {"command": command, "facts": known, "rows": rows, "over_bf16": over_bf16(rows)}
                 arguments.out.write_text(json.dumps(content, indent=1) + "\n")
         del model
         clear(device)
