@@ -4,12 +4,16 @@
 
 Tools run side by side, each with a process of its own that runs this file as `--cases`: memcheck over all of them, with torch's allocator asking
 the driver for every tensor, so that a byte beyond one is seen; racecheck (shared memory) and synccheck (barriers) over the CUDA C++ kernels.
-The file says what each found. Exit status 1: an error was found, or a tool did not come to its end.
+
+A control comes first: one thread writes, arrives at an mbarrier, and another waits there and reads. If racecheck calls that a race, it does not know
+the order that these barriers make, and what it reports of kernels that use them (decode, middle) says nothing; it is in the file all the same.
+Exit status 1: another error was found, or a tool did not come to its end.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
 import re
@@ -17,6 +21,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,11 +29,33 @@ from typing import Any
 import torch
 
 from qerl.formats import get_format
+from qerl.kernels.cuda import Kernel, Launch, architecture, compile_cuda
 from qerl.kernels.fp4_linear import AdapterPart, dense, fp4_linear, middle
 from qerl.kernels.fp4_linear.adapter import flatten
 from qerl.kernels.fp4_linear.shrink import shrink
 
 TOOLS = ("memcheck", "racecheck", "synccheck")
+WITH_MBARRIERS = ("decode", "middle")
+CONTROL = "mbarrier_control"
+CONTROL_SOURCE = r"""
+extern "C" __global__ void mbarrier_control(const __grid_constant__ unsigned long long out) {
+  __shared__ int value;
+  __shared__ unsigned long long barrier;
+  const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(&barrier));
+  if (threadIdx.x == 0) asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(address) : "memory");
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    *static_cast<volatile int*>(&value) = 7;
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(address) : "memory");
+  } else if (threadIdx.x == 32) {
+    unsigned done = 0;
+    while (!done)
+      asm volatile("{.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], 0;\nselp.u32 %0, 1, 0, p;\n}"
+                   : "=r"(done) : "r"(address) : "memory");
+    *reinterpret_cast<int*>(out) = *static_cast<volatile int*>(&value);
+  }
+}
+"""
 FORMATS = ("nvfp4", "mxfp4", "nf4", "nf4_dq")
 DEVICE = "cuda"
 
@@ -46,6 +73,18 @@ def parts_of(segments: tuple[int, ...], d_in: int, rank: int) -> list[AdapterPar
         )
         for index, (rows, stop) in enumerate(zip(segments, stops, strict=True))
     ]
+
+
+class _Out(ctypes.Structure):
+    _fields_ = (("out", ctypes.c_void_p),)
+
+
+def control() -> None:
+    """One word through shared memory, from one warp to another."""
+    out = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    code = compile_cuda(CONTROL_SOURCE, name=CONTROL, arch=architecture(out.device))
+    Kernel(code, CONTROL).launch(Launch(grid=1, block=64), _Out(out.data_ptr()))
+    assert out.item() == 7
 
 
 def linear_cases() -> Iterator[tuple[str, Callable[[], Any]]]:
@@ -145,7 +184,7 @@ def other_cases() -> Iterator[tuple[str, Callable[[], Any]]]:
 def run_cases(tool: str) -> None:
     """In the tool's process: one line a case."""
     torch.manual_seed(0)
-    for name, case in (*linear_cases(), *(other_cases() if tool == "memcheck" else ())):
+    for name, case in (("control", control), *linear_cases(), *(other_cases() if tool == "memcheck" else ())):
         began = time.monotonic()
         try:
             case()
@@ -160,7 +199,7 @@ def run_cases(tool: str) -> None:
 
 def start(tool: str, seconds: float) -> subprocess.Popen[str]:
     cases = [sys.executable, str(Path(__file__).resolve()), "--cases", tool]
-    command = ["compute-sanitizer", "--tool", tool, "--print-limit", "10", "--target-processes", "application-only"]
+    command = ["compute-sanitizer", "--tool", tool, "--print-limit", "40", "--target-processes", "application-only"]
     bounded = ["timeout", "-s", "KILL", f"{seconds:.0f}"]
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     return subprocess.Popen(
@@ -174,10 +213,14 @@ def summary(output: str, status: int) -> dict[str, Any]:
     cases = re.findall(r"^case: (.*) \([\d.]+ s\)$", output, re.M)
     failed = re.findall(r"^case failed: (.*)$", output, re.M)
     errors = int(found[1]) if found else None
-    said = [line for line in output.splitlines() if line.startswith("=========")][:40]
+    said = [line for line in output.splitlines() if line.startswith("=========")][:60]
+    races = Counter(re.findall(r"Race reported between \w+ access at (\w+)", output))
+    unknown = sum(races[name] for name in (CONTROL, *WITH_MBARRIERS)) if races[CONTROL] else 0
     return {
         "finished": found is not None and status == 0,
         "errors": errors,
+        "races": dict(races),
+        "not_known": unknown,
         "cases": cases,
         "failed": failed,
         "output": [] if errors == 0 else said,
@@ -209,13 +252,16 @@ def main() -> None:
         output, _ = process.communicate()
         results[tool] = summary(output, process.returncode)
         found = results[tool]
-        print(f"{tool}: {found['errors']} errors, {len(found['cases'])} cases, failed: {found['failed']}", flush=True)
+        said = f"{found['errors']} errors ({found['not_known']} of barriers that the tool does not know)"
+        print(f"{tool}: {said}, {len(found['cases'])} cases, failed: {found['failed']}", flush=True)
         print("\n".join(found["output"]) if found["output"] else "", end="\n")
         if not found["finished"]:
             print(output[-2000:])
     if arguments.out:
         arguments.out.write_text(json.dumps(facts | {"tools": results}, indent=1) + "\n", encoding="utf-8")
-    if any(not found["finished"] or found["errors"] or found["failed"] for found in results.values()):
+    if any(
+        not found["finished"] or found["errors"] > found["not_known"] or found["failed"] for found in results.values()
+    ):
         raise SystemExit(1)
 
 

@@ -62,10 +62,12 @@ class _Params(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("partials", "h_partials", "counters", "h_counters")),
         *(
             (name, ctypes.c_int)
-            for name in ("m", "n", "k", "units", "token_tiles", "clusters", "steps", "ranks", "h_slices", "h_pieces")
+            for name in (
+                *("m", "n", "k", "units", "token_tiles", "clusters", "steps", "ranks"),
+                *("h_slices", "h_pieces", "h_steps", "segments", "parts", "float_out"),
+            )
         ),
-        *((name, ctypes.c_int) for name in ("segments", "parts", "float_out", "vectors")),
-        ("scale_base", ctypes.c_uint),
+        *((name, ctypes.c_uint) for name in ("per_units", "per_token_tiles", "per_slices", "scale_base")),
         ("segment_stop", record.Stops),
         ("part", record.Parts),
         ("unused", ctypes.c_ubyte * 64),
@@ -251,16 +253,24 @@ def product(
         ranks=ranks,
         h_slices=slices,
         h_pieces=pieces,
+        h_steps=-(-units // slices),
         segments=len(weight.segments),
         parts=len(placements),
         float_out=int(dtype == torch.float32),
-        vectors=int(weight.shape[0] % 8 == 0),
+        per_units=_per(units),
+        per_token_tiles=_per(token_tiles),
+        per_slices=_per(slices),
         scale_base=SCALE_BASE,
         segment_stop=record.stops_of(weight),
         part=record.parts_of(placements, b_OR),
     )
-    _kernel(space, shape).launch(shape.launch, params)
+    _kernel(space, shape, weight.shape[0] % 8 == 0).launch(shape.launch, params)
     return out_TO, shrunk
+
+
+def _per(divisor: int) -> int:
+    """What `divide` of cuda/middle.cuh multiplies with."""
+    return 0 if divisor == 1 else (1 << 32) // divisor + 1
 
 
 def slices_of_h(shape: Shape, token_tiles: int, ranks: int, units: int) -> tuple[int, int]:
@@ -340,8 +350,8 @@ __device__ __forceinline__ void multiply(float (&d)[{count}], const u32 (&a)[4],
 """
 
 
-def macros(shape: Shape) -> dict[str, int]:
-    """Compile-time constants of cuda/middle.cu."""
+def macros(shape: Shape, vectors: bool = True) -> dict[str, int]:
+    """Compile-time constants of cuda/middle.cu; `vectors`: rows of y are whole chunks of 16 bytes."""
     return {
         **TILED[shape.format].macros(shape.stride),
         "TOKENS": shape.tokens,
@@ -350,8 +360,9 @@ def macros(shape: Shape) -> dict[str, int]:
         "STAGES": shape.stages,
         "CLUSTER": shape.cluster,
         "ALONE_TOKENS": ALONE_TOKENS,
+        "VECTORS": int(vectors),
     }
 
 
-def _kernel(space: Workspace, shape: Shape) -> Kernel:
-    return compiled(space.device, "middle", tuple(macros(shape).items()), wgmma_source(shape.tokens))
+def _kernel(space: Workspace, shape: Shape, vectors: bool) -> Kernel:
+    return compiled(space.device, "middle", tuple(macros(shape, vectors).items()), wgmma_source(shape.tokens))

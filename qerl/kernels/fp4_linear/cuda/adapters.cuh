@@ -48,12 +48,10 @@ struct Piece {
   int token_tile, rank, from, to;
 };
 
-__device__ __forceinline__ int rank_groups(const MiddleParams& p) { return (p.ranks + PIECE_RANKS * CLUSTER - 1) / (PIECE_RANKS * CLUSTER); }
-
 __device__ __forceinline__ Piece piece_of(const MiddleParams& p, int index) {
-  const int group = index / p.h_slices, slice = index - group * p.h_slices, groups = rank_groups(p);
-  return {group / groups, PIECE_RANKS * (group % groups * CLUSTER + block_rank()), share(slice, p.h_slices, p.units),
-          share(slice + 1, p.h_slices, p.units)};
+  const int group = divide(index, p.per_slices), first = (index - group * p.h_slices) * p.h_steps;
+  const int rank_group = divide(group, p.per_token_tiles), token_tile = group - rank_group * p.token_tiles;
+  return {token_tile, PIECE_RANKS * (rank_group * CLUSTER + block_rank()), first, min(first + p.h_steps, p.units)};
 }
 
 // The first of this cluster's pieces: the last clusters, which may have nothing else to do, come first.
@@ -69,7 +67,7 @@ __device__ __forceinline__ float2 load_pair(const float2* from) {
 __device__ __forceinline__ void round_h(const MiddleParams& p, int thread) {
   constexpr int TOGETHER = 8;  // loads that are under way together
   constexpr int STRIDE = CLUSTER * PIECE;
-  const int tasks = p.h_pieces / p.h_slices * (STRIDE / 8), lane = thread & 31, quarter = lane >> 3, groups = rank_groups(p);
+  const int tasks = divide(p.h_pieces, p.per_slices) * (STRIDE / 8), lane = thread & 31, quarter = lane >> 3;
 #pragma unroll 1
   for (int task = blockIdx.x * HELPING_WARPS + (thread >> 5); task < tasks; task += gridDim.x * HELPING_WARPS) {
     const int group = task / (STRIDE / 8), e = 8 * (task - group * (STRIDE / 8)) + (lane & 7);
@@ -92,8 +90,9 @@ __device__ __forceinline__ void round_h(const MiddleParams& p, int thread) {
       sum.x += __shfl_xor_sync(0xFFFFFFFF, sum.x, by);
       sum.y += __shfl_xor_sync(0xFFFFFFFF, sum.y, by);
     }
-    const int chunk = e / PIECE_CHUNK, l = e & 31;
-    const int token = group / groups * TOKENS + 8 * (e / 32 % COLUMNS) + 2 * (l & 3), rank = PIECE_RANKS * CLUSTER * (group % groups) + 8 * chunk + (l >> 2);
+    const int chunk = e / PIECE_CHUNK, l = e & 31, rank_group = divide(group, p.per_token_tiles);
+    const int token = (group - rank_group * p.token_tiles) * TOKENS + 8 * (e / 32 % COLUMNS) + 2 * (l & 3);
+    const int rank = PIECE_RANKS * CLUSTER * rank_group + 8 * chunk + (l >> 2);
     if (quarter != 0 || rank >= p.ranks) continue;
     u16* h = p.h + static_cast<long long>(token) * p.ranks + rank;
     if (token < p.m) h[0] = to_bf16(sum.x);
@@ -126,9 +125,9 @@ __device__ __forceinline__ void make_h(const MiddleParams& p, int thread) {
   all_blocks(p.h_counters + 1, thread);
 }
 
-// What the rows from `first` on are made with. All loads are under way together.
+// What the rows from `first` on are made with.
 __device__ __forceinline__ void lay_rows(const MiddleParams& p, int first, u32 target, int thread) {
-#pragma unroll
+#pragma unroll 1
   for (int i = thread; i < (BLOCK_ROWS + HELPERS - 1) / HELPERS * HELPERS; i += HELPERS) {
     const int r = min(first + i, p.n - 1);
     int segment = 0;
@@ -148,7 +147,7 @@ __device__ __forceinline__ void lay_rows(const MiddleParams& p, int first, u32 t
 
 // 32 ranks of B, zeros where there are none.
 __device__ __forceinline__ void lay_b(const Part& part, int rank, int first, u32 memory, int thread) {
-#pragma unroll 4
+#pragma unroll 1
   for (int i = thread; i < 4 * BLOCK_ROWS; i += HELPERS) {
     const int row = i >> 2, chunk = i & 3, r = first + row;
     const bool inside = r >= part.row_start && r < part.row_stop && rank + 8 * chunk < part.rank;
@@ -166,7 +165,7 @@ __device__ __forceinline__ void add_h(const MiddleParams& p, const Part& part, i
 #pragma unroll
     for (int u = 0; u < TOGETHER; ++u) {
       const int e = min(start + u * HELPERS, PIECE - 1), r = part.rank_start + rank + 8 * (e / PIECE_CHUNK);
-      const int inside = min(r, p.ranks - 8), group = token_tile * rank_groups(p) + inside / PIECE_RANKS;
+      const int inside = min(r, p.ranks - 8), group = inside / PIECE_RANKS * p.token_tiles + token_tile;
       const float2* from = p.h_partials + static_cast<long long>(group) * p.h_slices * PIECE + inside % PIECE_RANKS / 8 * PIECE_CHUNK + e % PIECE_CHUNK;
 #pragma unroll
       for (int s = 0; s < FEW_SLICES; ++s) v[u][s] = load_pair(from + min(s, p.h_slices - 1) * PIECE);
@@ -196,7 +195,7 @@ __device__ __forceinline__ void lay_h(const MiddleParams& p, const Part& part, i
     if constexpr (ALONE) add_h(p, part, rank, token_tile, memory, thread);
   } else {
     const int token = token_tile * TOKENS;
-#pragma unroll 4
+#pragma unroll 1
     for (int i = thread; i < 4 * TOKENS; i += HELPERS) {
       const int row = i >> 2, chunk = i & 3;
       const bool inside = token + row < p.m && rank + 8 * chunk < part.rank;
@@ -233,8 +232,8 @@ __device__ __forceinline__ void help(const MiddleParams& p, int start, int stop,
     ++laid;
     next += min(p.units - at.unit, stop - next);
   };
-  lay_next();
-  lay_next();
+#pragma unroll 1
+  for (int i = 0; i < 2; ++i) lay_next();
   if (p.parts > 0) {
     each_tile(p, start, stop, [&](const Place& at) {
       const int first = 16 * first_row_tile(at);
@@ -274,18 +273,19 @@ __device__ __forceinline__ void prefetch_adapters(const MiddleParams& p, int sta
   if (p.parts == 0) return;
   if (first_piece() < p.h_pieces) {
     const Piece piece = piece_of(p, first_piece());
-    const int steps = piece.to - piece.from;
-    for (int i = thread; i < PIECE_RANKS * steps; i += HELPERS) {
-      const int row = piece.rank + i / steps, column = 64 * (piece.from + i % steps);
-      if (row < p.ranks && column < p.k) prefetch(p.a + static_cast<long long>(row) * p.k + column);
-    }
+    const int row = piece.rank + thread % PIECE_RANKS;
+#pragma unroll 1
+    for (int step = piece.from + thread / PIECE_RANKS; step < piece.to && row < p.ranks; step += HELPERS / PIECE_RANKS)
+      prefetch(p.a + static_cast<long long>(row) * p.k + 64 * step);
   }
   each_tile(p, start, stop, [&](const Place& at) {
     const int first = 16 * first_row_tile(at);
 #pragma unroll 1
     for (int q = 0; q < p.parts && at.unit == 0; ++q) {
       const Part& part = p.part[q];
+#pragma unroll 1
       for (int row = max(first, part.row_start) + thread; row < min(first + BLOCK_ROWS, part.row_stop); row += HELPERS)
+#pragma unroll 1
         for (int rank = 0; rank < part.rank; rank += 64) prefetch(part.b + static_cast<long long>(row - part.row_start) * part.rank + rank);
     }
     return false;

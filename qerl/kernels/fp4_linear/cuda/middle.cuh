@@ -34,8 +34,9 @@ struct MiddleParams {
   float2* h_partials;  // [h_pieces][CLUSTER][PIECE]
   u32* counters;       // [tiles * CLUSTER * GROUPS], zeros between launches
   u32* h_counters;     // two more
-  int m, n, k, units, token_tiles, clusters, steps, ranks, h_slices, h_pieces;  // `clusters` share the steps
-  int segments, parts, float_out, vectors;
+  int m, n, k, units, token_tiles, clusters, steps, ranks, h_slices, h_pieces, h_steps;  // `clusters` share the steps; a slice has `h_steps`
+  int segments, parts, float_out;
+  u32 per_units, per_token_tiles, per_slices;  // for `divide`
   u32 scale_base;  // 0x70007000
   int segment_stop[4];
   Part part[MAX_PARTS];
@@ -47,14 +48,17 @@ struct alignas(16) Row {
   float factor, bias, down, up;
 };
 
+// n / d, with `per` the next whole number above 2^32 / d, or 0 for a d of 1: exact while n * d is less than 2^32.
+__device__ __forceinline__ int divide(int n, u32 per) { return per == 0 ? n : static_cast<int>(__umulhi(n, per)); }
+
 // Where in the list of steps a block is.
 struct Place {
   int unit, token_tile, row_block;
 };
 
 __device__ __forceinline__ Place place_of(const MiddleParams& p, int step) {
-  const int tile = step / p.units;
-  return {step - tile * p.units, tile % p.token_tiles, tile / p.token_tiles};
+  const int tile = divide(step, p.per_units), row_block = divide(tile, p.per_token_tiles);
+  return {step - tile * p.units, tile - row_block * p.token_tiles, row_block};
 }
 
 __device__ __forceinline__ void advance(const MiddleParams& p, Place& at) {
@@ -125,7 +129,7 @@ __device__ __forceinline__ void store_rounded(const MiddleParams& p, const float
   const u32 target = staging + ((TILES == 1 ? 8 * (matrix >> 1) : 0) + j) * 16 * CHUNKS + (((TILES == 1 ? 2 * warp + (matrix & 1) : 4 * warp + matrix) ^ j) << 4);
   const u32 source = staging + mine * 16 * CHUNKS + ((chunk ^ (mine & 7)) << 4);
   u16* out = static_cast<u16*>(p.out) + static_cast<long long>(token + mine) * p.n + r;
-  const bool vectors = p.vectors && r + 8 <= p.n;
+  const bool vectors = VECTORS && r + 8 <= p.n;
   group_sync(thread);
 #pragma unroll
   for (int from = 0; from < NC; from += ROUND) {
@@ -144,7 +148,7 @@ __device__ __forceinline__ void store_rounded(const MiddleParams& p, const float
     u16* to = out + 8ll * from * p.n;
     if (vectors) {
       asm volatile("st.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(to), "r"(values.x), "r"(values.y), "r"(values.z), "r"(values.w) : "memory");
-    } else {
+    } else if (!VECTORS) {
       const u32 words[4] = {values.x, values.y, values.z, values.w};
 #pragma unroll
       for (int e = 0; e < 8; ++e)
