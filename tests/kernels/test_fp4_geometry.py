@@ -158,6 +158,9 @@ def test_the_middle_kernel_gets_a_shape_that_fits(name, tokens, row_tiles, units
 def test_few_output_tiles_are_cut_along_the_inputs_and_many_are_shared_out():
     o, gate_up = (middle.choose(64, rows, 56, H200) for rows in (224, 2368))
     assert o.blocks % (3584 // o.rows) == 0
+    few = middle.choose(32, 2368, 56, H200)
+    assert (few.tiles, few.groups) == (1, 4) and (gate_up.tiles, gate_up.groups) == (2, 2)
+    assert few.rows == gate_up.rows
     assert o.blocks > 100
     assert gate_up.blocks == 132
 

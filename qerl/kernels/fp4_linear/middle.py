@@ -22,6 +22,8 @@ NARROW, WIDEST = 128, 256
 """Rows of x of an output tile: up to the first, a warp may have two row tiles; the second is the most there are."""
 WARPGROUPS = 2
 """Warpgroups of a block that multiply."""
+MANY_WARPS = 32
+"""Rows of x up to which large weights have twice as many, with one row tile a warp instead of two."""
 
 MOST_STAGES = 16
 """Steps in the ring, at most."""
@@ -30,10 +32,6 @@ _PIECE_RANKS = 32
 """Ranks of a piece of h: `PIECE_RANKS` of cuda/adapters.cuh."""
 _SPARE_STEPS = 10
 """Steps of a piece, at most, for which the multiprocessors that the tiles leave idle make h by themselves."""
-_FEW_SLICES = 8
-"""Slices of h, at most, that every block adds up for itself: `FEW_SLICES` of cuda/adapters.cuh."""
-ALONE_TOKENS = 0
-"""Rows of x of a tile, at most, with which blocks do so."""
 _SPLIT_STEPS = 4
 """What sharing tiles unevenly costs, in steps of a block."""
 _FEWEST_STEPS = 3
@@ -283,8 +281,7 @@ def slices_of_h(shape: Shape, token_tiles: int, ranks: int, units: int) -> tuple
         return 1, 0
     spare = shape.most - shape.blocks // shape.cluster
     if spare >= groups and groups * units <= _SPARE_STEPS * spare:
-        alone = shape.cluster == 1 and shape.tokens <= ALONE_TOKENS
-        most = min(spare // groups, _FEW_SLICES) if alone else spare // groups
+        most = spare // groups
     else:
         most = max(1, shape.most // groups)
     slices = -(-units // -(-units // most))
@@ -303,10 +300,11 @@ def choose(tokens: int, row_tiles: int, units: int, device: Device, name: str = 
             Shape(format=name, tokens=width, tiles=1, blocks=0, cluster=2), tokens, row_tiles, units, device
         )
     # Where there are fewer tiles than blocks, sums pass between blocks, and a smaller tile has fewer of them.
-    tiles = 2 if -(-row_tiles // 16) >= device.multiprocessors else 1
-    return with_blocks(
-        Shape(format=name, tokens=_round_up(tokens, 32), tiles=tiles, blocks=0), tokens, row_tiles, units, device
-    )
+    many = -(-row_tiles // 16) >= device.multiprocessors
+    # With few rows of x nothing hides a warp's latencies but other warps.
+    tiles, groups = (1, 2 * WARPGROUPS) if many and tokens <= MANY_WARPS else (2 if many else 1, WARPGROUPS)
+    shape = Shape(format=name, tokens=_round_up(tokens, 32), tiles=tiles, groups=groups, blocks=0)
+    return with_blocks(shape, tokens, row_tiles, units, device)
 
 
 def _round_up(number: int, step: int) -> int:
@@ -359,7 +357,6 @@ def macros(shape: Shape, vectors: bool = True) -> dict[str, int]:
         "GROUPS": shape.groups,
         "STAGES": shape.stages,
         "CLUSTER": shape.cluster,
-        "ALONE_TOKENS": ALONE_TOKENS,
         "VECTORS": int(vectors),
     }
 

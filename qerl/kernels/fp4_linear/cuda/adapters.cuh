@@ -1,8 +1,7 @@
 // B h of a middle kernel. The warps that multiply make pieces of h = x A^T before they begin: a few steps of x, with A in the place of the weights.
 // Multiprocessors that the tiles would leave idle have blocks that do nothing else. Helping warps do the rest beside the products: they add up
 // the slices of the inputs, round, and lay B and h of the coming tile where the others multiply them, and what its rows are made with. A
-// counter tells when all pieces are there, another when all of h is; where slices are few, each block adds up what it needs itself and
-// does not wait for the second. Blocks run at the same time, so that they may wait for one another.
+// counter tells when all pieces are there, another when all of h is. Blocks run at the same time, so that they may wait for one another.
 
 constexpr int HELPERS = 96;  // threads
 constexpr int HELPING_WARPS = HELPERS / 32;
@@ -11,9 +10,6 @@ constexpr int PIECE_CHUNK = 32 * COLUMNS;  // sums of 8 ranks, as pairs of token
 constexpr int PIECE = PIECE_RANKS / 8 * PIECE_CHUNK;
 constexpr int PIECE_STEP_BYTES = X_BYTES + PIECE_RANKS * 128;
 static_assert(PIECE_STEP_BYTES <= STAGE_BYTES);
-constexpr int FEW_SLICES = 8;
-// Few tokens: what a tile needs of h is so little that every block may add it up for itself.
-constexpr bool ALONE = TOKENS <= ALONE_TOKENS && CLUSTER == 1;
 
 // 32 ranks of h and B of a tile: rows of 64 bytes, 16-byte chunks of row r at chunk ^ (r >> 1 & 3).
 constexpr int FEED_H = 64 * TOKENS, FEED_BYTES = FEED_H + 64 * BLOCK_ROWS;
@@ -114,13 +110,9 @@ __device__ __forceinline__ void all_blocks(u32* counter, int thread) {
 // The warps that make pieces have made this block's.
 __device__ __forceinline__ void pieces_wait() { asm volatile("bar.sync 7, %0;" ::"n"(128 + HELPERS) : "memory"); }
 
-// Whether every block adds up its own part of h.
-__device__ __forceinline__ bool each_alone(const MiddleParams& p) { return ALONE && p.h_slices <= FEW_SLICES; }
-
 __device__ __forceinline__ void make_h(const MiddleParams& p, int thread) {
   pieces_wait();
   all_blocks(p.h_counters, thread);
-  if (each_alone(p)) return;
   round_h(p, thread);
   all_blocks(p.h_counters + 1, thread);
 }
@@ -156,52 +148,14 @@ __device__ __forceinline__ void lay_b(const Part& part, int rank, int first, u32
   }
 }
 
-// The same of h, added up here from slices.
-__device__ __forceinline__ void add_h(const MiddleParams& p, const Part& part, int rank, int token_tile, u32 memory, int thread) {
-  constexpr int TOGETHER = TOKENS <= 32 ? 6 : 4;
-#pragma unroll 1
-  for (int start = thread; start < PIECE; start += TOGETHER * HELPERS) {
-    float2 v[TOGETHER][FEW_SLICES];
-#pragma unroll
-    for (int u = 0; u < TOGETHER; ++u) {
-      const int e = min(start + u * HELPERS, PIECE - 1), r = part.rank_start + rank + 8 * (e / PIECE_CHUNK);
-      const int inside = min(r, p.ranks - 8), group = inside / PIECE_RANKS * p.token_tiles + token_tile;
-      const float2* from = p.h_partials + static_cast<long long>(group) * p.h_slices * PIECE + inside % PIECE_RANKS / 8 * PIECE_CHUNK + e % PIECE_CHUNK;
-#pragma unroll
-      for (int s = 0; s < FEW_SLICES; ++s) v[u][s] = load_pair(from + min(s, p.h_slices - 1) * PIECE);
-    }
-#pragma unroll
-    for (int u = 0; u < TOGETHER; ++u) {
-      const int e = start + u * HELPERS, chunk = e / PIECE_CHUNK, lane = e & 31, row = 8 * (e / 32 % COLUMNS) + 2 * (lane & 3);
-      const bool inside = rank + 8 * chunk < part.rank;
-      float2 sum = make_float2(0, 0);
-#pragma unroll
-      for (int s = 0; s < FEW_SLICES; ++s) {
-        sum.x += inside && s < p.h_slices ? v[u][s].x : 0;
-        sum.y += inside && s < p.h_slices ? v[u][s].y : 0;
-      }
-      if (e < PIECE) {
-        const u32 to = memory + 64 * row + ((chunk ^ (row >> 1 & 3)) << 4) + 2 * (lane >> 2);
-        asm volatile("st.shared.u16 [%0], %1;" ::"r"(to), "h"(to_bf16(sum.x)) : "memory");
-        asm volatile("st.shared.u16 [%0], %1;" ::"r"(to + 64), "h"(to_bf16(sum.y)) : "memory");
-      }
-    }
-  }
-}
-
 // 32 ranks of h, and waits for B too.
-__device__ __forceinline__ void lay_h(const MiddleParams& p, const Part& part, int rank, int token_tile, u32 memory, int thread) {
-  if (each_alone(p)) {
-    if constexpr (ALONE) add_h(p, part, rank, token_tile, memory, thread);
-  } else {
-    const int token = token_tile * TOKENS;
+__device__ __forceinline__ void lay_h(const MiddleParams& p, const Part& part, int rank, int token, u32 memory, int thread) {
 #pragma unroll 1
-    for (int i = thread; i < 4 * TOKENS; i += HELPERS) {
-      const int row = i >> 2, chunk = i & 3;
-      const bool inside = token + row < p.m && rank + 8 * chunk < part.rank;
-      copy_async_16_if(inside, memory + 64 * row + ((chunk ^ (row >> 1 & 3)) << 4),
-                       p.h + (inside ? static_cast<long long>(token + row) * p.ranks + part.rank_start + rank + 8 * chunk : 0));
-    }
+  for (int i = thread; i < 4 * TOKENS; i += HELPERS) {
+    const int row = i >> 2, chunk = i & 3;
+    const bool inside = token + row < p.m && rank + 8 * chunk < part.rank;
+    copy_async_16_if(inside, memory + 64 * row + ((chunk ^ (row >> 1 & 3)) << 4),
+                     p.h + (inside ? static_cast<long long>(token + row) * p.ranks + part.rank_start + rank + 8 * chunk : 0));
   }
   copy_async_commit();
   copy_async_wait<0>();
@@ -258,14 +212,13 @@ __device__ __forceinline__ void help(const MiddleParams& p, int start, int stop,
           barrier_wait(feed.adapter_empty, (uses & 1) ^ 1);
           lay_b(part, rank, first, feed.memory, thread);
         }
-        lay_h(p, part, rank, at.token_tile, feed.memory, thread);
+        lay_h(p, part, rank, at.token_tile * TOKENS, feed.memory, thread);
         arrive(feed.adapter_full);
       }
     }
     lay_next();
     return false;
   });
-  if (p.parts > 0 && each_alone(p)) round_h(p, thread);  // what the caller is given
 }
 
 // A and B come into the L2 cache before the kernel in front has ended, where they stay coherent whatever ran before.
