@@ -138,8 +138,8 @@ class RolloutConfig(Section):
     """Keys and values in the compute type, values alone in FP8 (`fp8_values`, a quarter less memory in bfloat16) or both (`fp8`, half). FP8 moves log-probs away from the trainer's, `fp8` beyond the line of a fault; needs compute capability 8.9 on a GPU."""
     static_shapes: bool = False
     """An answer has the same bits alone, in any batch and in any order: each decode step has max_num_seqs rows, each prompt a pass of its own. Slower."""
-    read_together: bool = False
-    """On a GPU, decode steps of at least 64 rows read prompts of more than 1,024 tokens once for the answers that share them. With prompts of 2,048 attention takes about half the time; log-probs change by rounding. Not with static_shapes."""
+    read_together: bool | Literal["auto"] = "auto"
+    """On a GPU, decode steps of at least 64 rows read prompts of more than 1,024 tokens once for the answers that share them: with prompts of 2,048 attention takes about half the time, and log-probs differ by rounding. `auto`: true, but not with static_shapes, which excludes it."""
     keep_cache: Literal["auto", "on", "off"] = "auto"
     """On a GPU, keep that memory while training; `off` gives it back after every rollout. `auto`: kept if the plan fits so."""
 
@@ -388,6 +388,12 @@ class Config(Section):
         if self.rollout.max_num_seqs != "auto":
             return self.rollout.max_num_seqs
         return min(MAX_AUTO_SEQUENCES, self.rollout.prompts_per_step * self.rollout.group_size)
+
+    @property
+    def reads_together(self) -> bool:
+        """Whether answers to one prompt may read it together."""
+        choice = self.rollout.read_together
+        return not self.rollout.static_shapes if choice == "auto" else choice
 
     @property
     def planned_updates(self) -> int:

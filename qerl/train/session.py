@@ -86,7 +86,7 @@ def open_session(
         max_model_len=_longest(config) if config.rollout.static_shapes else None,
         static_shapes=config.rollout.static_shapes,
         kv_format=config.rollout.kv_format,
-        read_together=config.rollout.read_together,
+        read_together=config.reads_together,
         lends=config.rollout.keep_cache == "off",
         kv_bytes=memory.kv_bytes(config, spec, device.type) if planned else None,
     )

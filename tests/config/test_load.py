@@ -269,6 +269,14 @@ def test_the_resolved_file_shows_what_auto_became():
     assert shown["objective"]["is_cap"] == 2.0
 
 
+@pytest.mark.parametrize(
+    ("settings", "together"),
+    [([], True), (["rollout.static_shapes=true"], False), (["rollout.read_together=false"], False)],
+)
+def test_prompts_are_read_together_where_shapes_may_change_and_nobody_objects(settings, together):
+    assert load_config(None, settings).reads_together is together
+
+
 @given(st.recursive(st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False, allow_infinity=False), st.text()),
                     lambda inner: st.one_of(st.lists(inner, max_size=4), st.dictionaries(st.text(), inner, max_size=4)), max_leaves=8))  # fmt: skip
 def test_yaml_round_trips_any_plain_value(value):

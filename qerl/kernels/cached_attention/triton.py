@@ -46,7 +46,7 @@ _SIDE = 16
 """Least rows of a matrix product."""
 JOINED = 8
 """Parts that are read at once when they are joined."""
-FETCHED = 2
+FETCHED = 1
 """Tiles that a program asks for before the kernel in front has ended, where all programs fit at one time; where more wait, what is asked for
 ahead stands in front of what is needed now."""
 
