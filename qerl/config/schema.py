@@ -385,15 +385,14 @@ class Config(Section):
     @property
     def decode_slots(self) -> int:
         """Sequences decoded at once."""
-        if self.rollout.max_num_seqs != "auto":
-            return self.rollout.max_num_seqs
-        return min(MAX_AUTO_SEQUENCES, self.rollout.prompts_per_step * self.rollout.group_size)
+        most = min(MAX_AUTO_SEQUENCES, self.rollout.prompts_per_step * self.rollout.group_size)
+        return most if self.rollout.max_num_seqs == "auto" else self.rollout.max_num_seqs
 
     @property
     def reads_together(self) -> bool:
         """Whether answers to one prompt may read it together."""
-        choice = self.rollout.read_together
-        return not self.rollout.static_shapes if choice == "auto" else choice
+        rollout = self.rollout
+        return not rollout.static_shapes if rollout.read_together == "auto" else rollout.read_together
 
     @property
     def planned_updates(self) -> int:
