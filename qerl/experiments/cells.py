@@ -271,7 +271,7 @@ def _check_equal(matrix: MatrixConfig, cells: Sequence[Cell]) -> None:
         part = [cell for cell in cells if cell.phase == phase and cell.config is not None]
         for cell in part[1:]:
             for key in _differing(part[0].config, cell.config, fixed):
-                if key not in by_axes:
+                if key not in by_axes and key not in matrix.vary:
                     problems.append((key, part[0].arm.name, cell.arm.name))
     if problems:
         shown = "; ".join(f"{key} ({first} against {second})" for key, first, second in dict.fromkeys(problems))

@@ -143,6 +143,8 @@ class MatrixConfig(Section):
     """Fixed beforehand."""
     compare: tuple[tuple[str, str], ...] = ()
     """Pairs of arms whose difference (second minus first) is the question; none compares each arm with the first."""
+    vary: tuple[Literal["model.path"], ...] = ()
+    """What arms may differ in that is otherwise equal in all: `model.path`, for folders that hold one model quantized in several ways."""
     collapsed_below: Fraction = 0.5
     """A seed has collapsed when it failed, or ended below this share of its accuracy before training."""
     final: tuple[FinalConfig, ...] = ()

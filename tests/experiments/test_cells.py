@@ -73,6 +73,15 @@ def test_arms_that_differ_in_what_must_be_equal_are_refused(tmp_path, key, value
     )
 
 
+def test_arms_may_be_folders_of_one_model_where_the_matrix_says_so(tmp_path):
+    """Rounded to nearest against AWQ: the same model in two folders. Nothing else that must be equal can be let differ."""
+    arms = [ARMS[0], {"name": "awq", "set": {"aqn.enabled": False, "model.path": "elsewhere"}}]
+    refused(tmp_path, r"differ in what must be equal.*model\.path", arms=arms)
+    refused(tmp_path, "vary", arms=arms, vary=["data.eval"])
+    found = cells(tmp_path, arms=arms, vary=["model.path"])
+    assert [cell.config.model.path for cell in found] == ["demo", "elsewhere"]
+
+
 def test_an_axis_may_change_what_arms_may_not(tmp_path):
     assert len(cells(tmp_path, axes={"optim.lr": [1e-3, 1e-2], "train.steps": [2, 4]})) == 8
 
