@@ -30,10 +30,11 @@ from synthetic import SHAPES  # noqa: E402
 from timing import device_times, require_gpu  # noqa: E402
 
 from qerl.kernels.cached_attention import CacheRows, SharedPages, cached_attention, members_for, reference  # noqa: E402
+from qerl.rollout.workspace import MANY_PAIRS, SHORT_TOKENS  # noqa: E402
 
 PAGE = 64
 LONGEST = 32768
-"""Tokens that the table of pages has room for, whatever the rows of a cell: as the engine has it."""
+"""Tokens that the table of pages has room for, as the engine has it: less (`SHORT_TOKENS`) where many rows are all short."""
 CELLS = (
     "1x112,1x4096,1x32768,8x112,8x1024,8x32768,32x112,32x2048,64x112,64x2048,256x112,256x1024,512x400,"
     "1x32768+7x256,1x32768+63x256,8x8192+248x256,64x704:256/8,64x2496:2048/8,64x8640:8192/8,512x704:256/8,512x2496:2048/8"
@@ -73,15 +74,17 @@ class Batch:
         """Different tokens in the cache."""
         return sum(self.lengths) - self.common * (len(self.lengths) - len(self.lengths) // self.group)
 
-    def table(self) -> tuple[Tensor, int]:
+    def table(self, kv_heads: int) -> tuple[Tensor, int]:
         """(pages of each row [R, N], in no order, pages in all)."""
+        short = len(self.lengths) * kv_heads >= MANY_PAIRS and max(self.lengths) < SHORT_TOKENS
         pages = [math.ceil(length / PAGE) for length in self.lengths]
         first = self.common // PAGE
         total = sum(pages) - first * (len(pages) - len(pages) // self.group)
         free = iter(torch.randperm(total).tolist())
-        table_RN = torch.zeros(len(pages), LONGEST // PAGE + 1, dtype=torch.int32)
+        columns = SHORT_TOKENS // PAGE if short else LONGEST // PAGE + 1
+        table_RN = torch.zeros(len(pages), columns, dtype=torch.int32)
         for row, count in enumerate(pages):
-            assert count < table_RN.shape[1], "a row has one more page for its next token"
+            assert count <= table_RN.shape[1]
             lead = row - row % self.group
             own = 0 if row == lead else first
             table_RN[row, :own] = table_RN[lead, :own]
@@ -104,7 +107,7 @@ def cell(size: str, name: str, *, together: bool) -> dict[str, Any]:
     rows, context = len(batch.lengths), max(batch.lengths)
     heads, kv_heads = SHAPES[size]["heads"]
     head_size = HEAD_SIZE.get(size, 128)
-    table_RN, pages = batch.table()
+    table_RN, pages = batch.table(kv_heads)
     shape = (pages, PAGE, kv_heads, head_size)
     layers = [
         tuple(torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(2))
