@@ -5,8 +5,9 @@
 Tools run side by side, each with a process of its own that runs this file as `--cases`: memcheck over all of them, with torch's allocator asking
 the driver for every tensor, so that a byte beyond one is seen; racecheck (shared memory) and synccheck (barriers) over the CUDA C++ kernels.
 
-A control comes first: one thread writes, arrives at an mbarrier, and another waits there and reads. If racecheck calls that a race, it does not know
-the order that these barriers make, and what it reports of kernels that use them (decode, middle) says nothing; it is in the file all the same.
+Controls come first: 64 threads (or one) write a word each and arrive at an mbarrier, and another warp waits there and reads them. If racecheck calls that
+a race, it does not know the order that such barriers make, and what it reports of kernels that use them (decode, middle) says nothing; it is in the
+file all the same.
 Exit status 1: another error was found, or a tool did not come to its end.
 """
 
@@ -23,6 +24,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,23 +38,26 @@ from qerl.kernels.fp4_linear.shrink import shrink
 
 TOOLS = ("memcheck", "racecheck", "synccheck")
 WITH_MBARRIERS = ("decode", "middle")
-CONTROL = "mbarrier_control"
+CONTROLS = {"control_of_one": 1, "control_of_64": 64}
+"""Kernel -> threads that arrive."""
 CONTROL_SOURCE = r"""
-extern "C" __global__ void mbarrier_control(const __grid_constant__ unsigned long long out) {
-  __shared__ int value;
+extern "C" __global__ void NAME(const __grid_constant__ unsigned long long out) {
+  __shared__ int values[ARRIVALS];
   __shared__ unsigned long long barrier;
   const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(&barrier));
-  if (threadIdx.x == 0) asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(address) : "memory");
+  if (threadIdx.x == 0) asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(address), "n"(ARRIVALS) : "memory");
   __syncthreads();
-  if (threadIdx.x == 0) {
-    *static_cast<volatile int*>(&value) = 7;
+  if (threadIdx.x < ARRIVALS) {
+    static_cast<volatile int*>(values)[threadIdx.x] = 1;
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(address) : "memory");
-  } else if (threadIdx.x == 32) {
+  } else if (threadIdx.x == 64) {
     unsigned done = 0;
     while (!done)
       asm volatile("{.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], 0;\nselp.u32 %0, 1, 0, p;\n}"
                    : "=r"(done) : "r"(address) : "memory");
-    *reinterpret_cast<int*>(out) = *static_cast<volatile int*>(&value);
+    int sum = 0;
+    for (int i = 0; i < ARRIVALS; ++i) sum += static_cast<volatile int*>(values)[i];
+    *reinterpret_cast<int*>(out) = sum;
   }
 }
 """
@@ -79,12 +84,13 @@ class _Out(ctypes.Structure):
     _fields_ = (("out", ctypes.c_void_p),)
 
 
-def control() -> None:
-    """One word through shared memory, from one warp to another."""
+def control(name: str) -> None:
+    """Words through shared memory, from one warp or two to another."""
     out = torch.zeros(1, dtype=torch.int32, device=DEVICE)
-    code = compile_cuda(CONTROL_SOURCE, name=CONTROL, arch=architecture(out.device))
-    Kernel(code, CONTROL).launch(Launch(grid=1, block=64), _Out(out.data_ptr()))
-    assert out.item() == 7
+    source = CONTROL_SOURCE.replace("NAME", name)
+    code = compile_cuda(source, name=name, arch=architecture(out.device), defines={"ARRIVALS": CONTROLS[name]})
+    Kernel(code, name).launch(Launch(grid=1, block=96), _Out(out.data_ptr()))
+    assert out.item() == CONTROLS[name]
 
 
 def linear_cases() -> Iterator[tuple[str, Callable[[], Any]]]:
@@ -184,7 +190,8 @@ def other_cases() -> Iterator[tuple[str, Callable[[], Any]]]:
 def run_cases(tool: str) -> None:
     """In the tool's process: one line a case."""
     torch.manual_seed(0)
-    for name, case in (("control", control), *linear_cases(), *(other_cases() if tool == "memcheck" else ())):
+    controls = ((name, partial(control, name)) for name in CONTROLS)
+    for name, case in (*controls, *linear_cases(), *(other_cases() if tool == "memcheck" else ())):
         began = time.monotonic()
         try:
             case()
@@ -215,7 +222,8 @@ def summary(output: str, status: int) -> dict[str, Any]:
     errors = int(found[1]) if found else None
     said = [line for line in output.splitlines() if line.startswith("=========")][:60]
     races = Counter(re.findall(r"Race reported between \w+ access at (\w+)", output))
-    unknown = sum(races[name] for name in (CONTROL, *WITH_MBARRIERS)) if races[CONTROL] else 0
+    controls = sum(races[name] for name in CONTROLS)
+    unknown = controls + sum(races[name] for name in WITH_MBARRIERS) if controls else 0
     return {
         "finished": found is not None and status == 0,
         "errors": errors,

@@ -51,9 +51,9 @@ def fp8_logits(hidden_ND: Tensor, head: PackedWeight) -> Tensor:
         width,
         TOKENS=tokens,
         ROWS=_FP8_TILE,
-        STEP=128 if tokens <= 16 else 64,
-        num_warps=8 if tokens > 64 else 4,
-        num_stages=4,
+        STEP=128 if tokens <= 64 else 64,
+        num_warps=8,
+        num_stages=3 if 16 < tokens <= 64 else 4,
     )
     return logits_NV
 
