@@ -1,7 +1,7 @@
 """Linear layers with adapters and LM heads: packed against cuBLAS in bfloat16 and other libraries, beside the floor of memory and matrix units.
 
     python benchmarks/kernels.py [--sizes 7B 32B] [--rows 1 8 64] [--ranks 32 16 64 128] [--few-sizes 14B 3B] [--heads 7B 0.5B] [--kernels cuda]
-        [--formats nvfp4,mxfp4,nf4] [--peers humming,bitsandbytes] [--seconds 240] [--out results/kernels_linear.json]
+        [--formats nvfp4,nvfp4+kept,mxfp4,nf4] [--peers humming,bitsandbytes] [--seconds 240] [--out results/kernels_linear.json]
 
 One row is one decoder layer (q k v fused, o, gate up fused, down; bias on q k v) with LoRA on all seven projections. Times are medians of
 20 replays of a captured graph that walks over several layers, so that no weight is in the cache, with the second and eighth
@@ -38,7 +38,7 @@ from torch import Tensor
 
 from qerl.formats import PackedWeight, dequantize, get_format, tiles
 from qerl.formats.nvfp4 import Nvfp4Format
-from qerl.kernels.fp4_linear import AdapterPart, fp4_linear, regimes
+from qerl.kernels.fp4_linear import AdapterPart, fp4_linear, keep, regimes
 
 ROWS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 8192)
 FEW_ROWS = (1, 8, 64, 256, 2048)
@@ -46,6 +46,8 @@ RANK_ROWS = (8, 64)
 PEER_ROWS = (1, 8, 32, 64, 256, 2048)
 CACHE_BYTES = 60e6
 LARGEST_ERROR = 3.5e-3
+KEPT = "+kept"
+"""Behind the name of a format: V is kept beside the packed weight (`quant.dense_cache`)."""
 PEER_ERROR = 1e-2
 """Of other libraries, whose kernels may round more."""
 ROUNDED_WEIGHTS = {"nf4": 4.5e-3, "nf4_dq": 4.5e-3}
@@ -103,19 +105,24 @@ def layer(size: dict[str, Any], rank: int, device: torch.device, formats: Sequen
         dense_OI = normal(*shape, scale=0.02, device=device)
         weights = {}
         for name in formats:
-            fmt = get_format(name)
+            fmt, finish = get_format(name.removesuffix(KEPT)), keep if name.endswith(KEPT) else _as_it_is
             if real or device.type == "cpu" or not isinstance(fmt, Nvfp4Format):
-                weights[name] = fmt.for_device(fmt.quantize(dense_OI, segments=segments))
+                weights[name] = finish(fmt.for_device(fmt.quantize(dense_OI, segments=segments)))
                 continue
             data = torch.randint(0, 256, fmt.tile_layout.shape(*shape), dtype=torch.uint8, device=device)
             # Scales between 2^-3 and 2^2.
             data[..., tiles.CODE_BYTES :] = 152 + data[..., tiles.CODE_BYTES :] % 40
             tensors = {"tiles": data, "global_scale": torch.full((len(segments),), 2e4, device=device)}
-            weights[name] = PackedWeight(format=name, shape=shape, tensors=tensors, segments=segments, order="tiles")
+            packed = PackedWeight(format=fmt.name, shape=shape, tensors=tensors, segments=segments, order="tiles")
+            weights[name] = finish(packed)
         bias_O = normal(shape[0], scale=1.0, device=device) if index == 0 else None
         parts = adapters(segments, d_in, rank, device) if rank else ()
         found.append(Linear(weights=weights, dense_OI=dense_OI, bias_O=bias_O, parts=parts))
     return found
+
+
+def _as_it_is(weight: PackedWeight) -> PackedWeight:
+    return weight
 
 
 def separate(y_TO: Tensor, x_TI: Tensor, parts: Sequence[AdapterPart]) -> Tensor:
@@ -350,7 +357,7 @@ def main() -> None:
     parser.add_argument("--ranks", nargs="+", type=int, default=[32, 16, 64, 128])
     parser.add_argument("--heads", nargs="*", default=["7B", "0.5B"], choices=[*SHAPES, "tiny"])
     parser.add_argument("--kernels", nargs="+", default=["cuda"], help="implementations of fp4_linear")
-    parser.add_argument("--formats", default="nvfp4", help="formats of the weights, with commas")
+    parser.add_argument("--formats", default="nvfp4", help="formats of the weights, with commas; nvfp4+kept: V is kept")
     parser.add_argument("--peers", default="", help="other libraries beside ours, with commas: humming, bitsandbytes")
     parser.add_argument("--seconds", type=float, default=240.0)
     parser.add_argument("--out", type=Path)

@@ -11,6 +11,7 @@ from torch import Tensor
 from qerl.config.schema import PROJECTIONS
 from qerl.formats import PackedWeight, dequantize, get_format
 from qerl.kernels import philox
+from qerl.kernels.fp4_linear import keep, keeps, served
 from qerl.model.decoder import Decoder, DecoderLayer
 from qerl.model.linear import GroupedLinear
 from qerl.model.lora import LoraGroup
@@ -88,7 +89,9 @@ def random_model(
     def group(index: int, shape: GroupShape) -> GroupedLinear:
         weight = _copy(first[shape.attribute])
         dense_OI = weight.tensors["weight"] if format == "bf16" else None
-        if dense_cache and format != "bf16":
+        if dense_cache and keeps(weight, dtype):
+            weight = keep(weight)
+        elif dense_cache and format != "bf16" and not served(weight.device, dtype):
             dense_OI = dequantize(weight, dtype)
         return GroupedLinear(
             shape.group_name(index),

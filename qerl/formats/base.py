@@ -51,14 +51,20 @@ class PackedWeight:
     """Row counts of the fused parts, in order; their sum is d_out."""
     order: str = "natural"
     """`natural`, as files have it, or `tiles`, as the CUDA kernels read it (see `WeightFormat.for_device`)."""
+    kept_OI: Tensor | None = None
+    """What the CUDA kernels multiply with instead of the stored tensors where it is faster, bfloat16 [d_out, d_in]
+    (`qerl.kernels.fp4_linear.keep`); it says nothing that they do not. Whoever cuts or moves the weight leaves it behind."""
+
+    def __post_init__(self) -> None:
+        assert self.kept_OI is None or self.kept_OI.shape == self.shape, (self.kept_OI.shape, self.shape)
 
     def nbytes(self) -> int:
-        """Bytes of all stored tensors."""
+        """Bytes of all stored tensors, without `kept_OI`."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
 
     def to(self, device: torch.device | str) -> PackedWeight:
         """The same weight on `device`; dtypes never change."""
-        return replace(self, tensors={name: tensor.to(device) for name, tensor in self.tensors.items()})
+        return replace(self, tensors={name: tensor.to(device) for name, tensor in self.tensors.items()}, kept_OI=None)
 
     @property
     def device(self) -> torch.device:
@@ -257,7 +263,8 @@ class WeightFormat(ABC):
             key: tensor[first:last] if key in self.per_segment else tensor[start:stop]
             for key, tensor in packed.tensors.items()
         }
-        return replace(packed, shape=(stop - start, packed.shape[1]), tensors=tensors, segments=counts)
+        shape = (stop - start, packed.shape[1])
+        return replace(packed, shape=shape, tensors=tensors, segments=counts, kept_OI=None)
 
     def split(self, packed: PackedWeight) -> tuple[PackedWeight, ...]:
         """The inverse of `join`: one packed weight a segment; see `rows`."""

@@ -298,7 +298,8 @@ class Nf4Format(TiledFormat):
             "absmax_offset": (first, last),
         }
         tensors = {key: tensor[slice(*ranges[key])] for key, tensor in packed.tensors.items()}
-        return replace(packed, shape=(stop - start, packed.shape[1]), tensors=tensors, segments=counts)
+        shape = (stop - start, packed.shape[1])
+        return replace(packed, shape=shape, tensors=tensors, segments=counts, kept_OI=None)
 
     def _place(self, packed: PackedWeight, row: int) -> tuple[int, int, int]:
         """(bytes, blocks, groups of blocks) stored before a row."""

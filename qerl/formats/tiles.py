@@ -100,7 +100,7 @@ class TiledFormat(WeightFormat):
             return packed
         assert self.tileable(packed), (packed.format, packed.shape)
         ordered = {"tiles": self._to_tiles(packed), **self.beside_tiles(packed)}
-        return replace(packed, tensors=ordered, order="tiles")
+        return replace(packed, tensors=ordered, order="tiles", kept_OI=None)
 
     def beside_tiles(self, packed: PackedWeight) -> dict[str, Tensor]:
         """What the kernels read beside the tiles of a weight in its natural order."""
@@ -137,7 +137,7 @@ class TiledFormat(WeightFormat):
         parts = _runs(packed.tensors["tiles"], self.tile_layout, start, stop)
         stored = self.from_parts_of_tiles(parts, shape)
         stored |= self.from_beside_tiles(packed, first, last)
-        return replace(packed, shape=shape, tensors=stored, segments=counts, order="natural")
+        return replace(packed, shape=shape, tensors=stored, segments=counts, order="natural", kept_OI=None)
 
 
 def _slices(first: int, last: int, units: int) -> Iterator[tuple[int, int]]:

@@ -30,6 +30,8 @@ MOST_TRIED = 1 << 20
 """Tokens of a pass up to which the most that fits is looked for."""
 HALF = 0.5
 """Share of what keys and values could have by being given back, from which they are rather kept."""
+COPIES_SHARE = 0.05
+"""Share of the budget up to which a GPU has room for V beside the packed weights (``quant.dense_cache``)."""
 SMALLEST_GB = 1e-6
 """Stands for no room at all, which the setting does not allow."""
 ORDER: tuple[Checkpointing, ...] = ("none", "selective", "full")
@@ -108,11 +110,32 @@ def resolve(config: Config, spec: ModelSpec, budget: Budget | None, *, device_ty
     Without a budget nothing is computed again and all sequences have room. Otherwise ``train.checkpointing`` is the first of none,
     selective and full with which all of it fits. If none does: full, and the keys and values of a GPU get what is left, while training
     too if that is at least half of what they could have by being given back (``rollout.keep_cache``, ``rollout.kv_cache_gb``).
-    ``train.token_budget`` is decided before all that, with the way of checkpointing that its passes leave room for.
+    ``train.token_budget`` is decided before all that, with the way of checkpointing that its passes leave room for. ``quant.dense_cache`` is
+    on for a GPU where the copies are a small share of the budget (``COPIES_SHARE``) and change none of the other decisions but that of
+    tokens.
 
     Raises:
         ConfigError: ``rollout.kv_cache_gb`` has no room for one sequence.
     """
+    if device_type != "cuda" or config.quant.dense_cache != "auto":
+        return _resolve(config, spec, budget, device_type)
+    kept = changed(config, "quant.dense_cache", "on")
+    copies = predict(kept, spec, device_type=device_type).resident["dense_cache"]
+    if copies == 0:
+        return _resolve(config, spec, budget, device_type)
+    without = _resolve(changed(config, "quant.dense_cache", "off"), spec, budget, device_type)
+    if budget is None or config.model.dtype != "bfloat16" or copies > COPIES_SHARE * budget.size:
+        return without
+    with_copies = _resolve(kept, spec, budget, device_type)
+    fits = predict(with_copies, spec, device_type=device_type).peak <= budget.size
+    alike = changed(with_copies, "quant.dense_cache", "off") == changed(
+        without, "train.token_budget", with_copies.train.token_budget
+    )
+    return with_copies if fits and alike else without
+
+
+def _resolve(config: Config, spec: ModelSpec, budget: Budget | None, device_type: str) -> Config:
+    """All but the copies of weights."""
     check_cache(config, spec, device_type)
     config, first = _with_token_budget(config, spec, budget, device_type)
     ways = ORDER[ORDER.index(first) :] if config.train.checkpointing == "auto" else (config.train.checkpointing,)

@@ -27,13 +27,15 @@ def measure_resident(
     """
     linears = list(model.grouped_linears())
     adapters = [p for linear in linears if linear.lora is not None for p in linear.lora.parameters()]
+    packed = [linear.weight for linear in linears] + ([] if model.packed_head is None else [model.packed_head])
+    kept = [weight.kept_OI for weight in packed]
     head = [model.lm_head] if model.packed_head is None else list(model.packed_head.tensors.values())
     norms = [p for name, p in model.named_parameters() if name.endswith("norm")]
     layers = [layer for layer in model.layers if isinstance(layer, DecoderLayer)]
     references = [norm for layer in layers for norm in layer.reference_norms.values()]
     owners = {
         "base_weights": sum(linear.weight.nbytes() for linear in linears) + _bytes(linear.bias_O for linear in linears),
-        "dense_cache": _bytes([model.dense_head, *(x.dense_OI for x in linears if x.weight.format != "bf16")]),
+        "dense_cache": _bytes([model.dense_head, *kept, *(x.dense_OI for x in linears if x.weight.format != "bf16")]),
         "embeddings": _bytes([model.embed_tokens, *head]),
         "norms": _bytes([*norms, *references]),
         "tables": _bytes([model.rope_cos, model.rope_sin]),

@@ -10,6 +10,7 @@ from typing import TypeAlias
 
 from qerl.config.schema import Config
 from qerl.formats import get_format
+from qerl.kernels.fp4_linear.regimes import SMALL_WEIGHT
 from qerl.model.aqn import places
 from qerl.model.spec import ModelSpec
 from qerl.model.storage import group_formats
@@ -60,7 +61,7 @@ def policy_bytes(spec: ModelSpec, config: Config) -> int:
 
 
 def uses_dense_cache(config: Config, device_type: str) -> bool:
-    """Whether dequantized copies of what is packed are kept: by default on the CPU only."""
+    """Whether dequantized copies of what is packed are kept. What ``auto`` leaves to the plan on a GPU (``memory.resolve``) counts as off."""
     if config.quant.dense_cache == "off":
         return False
     return config.quant.dense_cache == "on" or device_type == "cpu"
@@ -84,10 +85,13 @@ def weight_bytes(stored: Iterable[StoredGroup], itemsize: int) -> int:
 
 
 def dense_cache_elements(config: Config, spec: ModelSpec, stored: Iterable[StoredGroup], device_type: str) -> int:
-    """Weights of which a dequantized copy is kept."""
+    """Weights of which a dequantized copy is kept: on a GPU in bfloat16 small ones, of which the kernels make use."""
     if not uses_dense_cache(config, device_type):
         return 0
-    linears = sum(rows * columns for name, (rows, columns), _ in stored if name != "bf16")
+    packed = [rows * columns for name, (rows, columns), _ in stored if name != "bf16"]
+    if device_type == "cuda" and config.model.dtype == "bfloat16":
+        return sum(numbers for numbers in packed if numbers < SMALL_WEIGHT)
+    linears = sum(packed)
     head = 0 if config.quant.lm_head == "bf16" else spec.vocab_size * spec.hidden_size
     return linears + head
 

@@ -19,6 +19,7 @@ from qerl.config.schema import LoraConfig, QuantConfig
 from qerl.errors import ConfigError
 from qerl.formats import PackedWeight, WeightFormat, dequantize, get_format
 from qerl.formats.e2m1_blocks import E2m1Format
+from qerl.kernels.fp4_linear import keep, keeps, served
 from qerl.kernels.quantize import quantize
 from qerl.model.adapter_files import adapter_lora_config, load_adapter, save_adapter
 from qerl.model.decoder import Decoder, DecoderLayer
@@ -107,14 +108,16 @@ def load_model(
         full=full,
         float32_stream=float32_stream,
     )
-    head = loader.head()
+    head, dense_head = loader.head(), None
+    if isinstance(head, PackedWeight):
+        head, dense_head = loader.with_copy(head)
     return Decoder(
         spec,
         embed_tokens=loader.dense(EMBEDDING),
         layers=[loader.layer(index) for index in range(spec.num_layers)],
         final_norm=loader.norm(FINAL_NORM),
         lm_head=head,
-        dense_head=loader.dense_copy(head) if isinstance(head, PackedWeight) else None,
+        dense_head=dense_head,
         keep_reference_norms=keep_reference_norms,
         full=full,
     )
@@ -223,7 +226,7 @@ class _Loader:
     def group(self, index: int, shape: GroupShape) -> GroupedLinear:
         names = shape.part_names(index)
         natural = self.packed_weight(shape, names, self.formats[shape.group_name(index)])
-        weight = get_format(natural.format).for_device(natural)
+        weight, dense_OI = self.with_copy(get_format(natural.format).for_device(natural))
         bias_O = torch.cat([self.dense(f"model.{name}.bias") for name in names]) if shape.bias else None
         return GroupedLinear(
             shape.group_name(index),
@@ -232,7 +235,7 @@ class _Loader:
             weight,
             bias_O=bias_O,
             lora=self.adapters(shape, names),
-            dense_OI=self.dense_copy(weight),
+            dense_OI=dense_OI,
             trained=self.full,
             bias_apart=shape.attribute == "qkv" and shape.bias and self.biases_apart,
         )
@@ -266,11 +269,16 @@ class _Loader:
         }
         return fmt.from_parts(parts, d_in=in_features, name=name)
 
-    def dense_copy(self, weight: PackedWeight) -> Tensor | None:
+    def with_copy(self, weight: PackedWeight) -> tuple[PackedWeight, Tensor | None]:
+        """(the weight, its dequantized copy), where copies are kept; what the kernels read instead comes with the weight itself."""
         # An unquantized weight in compute type is its own dense copy, at no cost.
         if weight.format == "bf16":
-            return weight.tensors["weight"]
-        return dequantize(weight, self.dtype) if self.keep_dense else None
+            return weight, weight.tensors["weight"]
+        if not self.keep_dense:
+            return weight, None
+        if served(self.device, self.dtype):
+            return keep(weight) if keeps(weight, self.dtype) else weight, None
+        return weight, dequantize(weight, self.dtype)
 
     def adapters(self, shape: GroupShape, names: tuple[str, ...]) -> LoraGroup | None:
         if self.lora is None:

@@ -43,7 +43,13 @@ MAY_DIFFER = (
     "rollout.keep_cache",
 )
 """Settings that may change when a run is resumed; every other one is part of what the run means."""
-PLANNED = ("train.checkpointing", "train.token_budget", "rollout.kv_cache_gb", "rollout.keep_cache")
+PLANNED = (
+    "train.checkpointing",
+    "train.token_budget",
+    "rollout.kv_cache_gb",
+    "rollout.keep_cache",
+    "quant.dense_cache",
+)
 """Settings that ``auto`` leaves to the memory plan (``train.fit``); a run keeps what its first plan made of them."""
 
 
@@ -194,7 +200,7 @@ def check_same_config(saved: Config, current: Config) -> None:
         for key in sorted(before.keys() | after.keys())
         if before.get(key) != after.get(key)
         and not any(key == p or key.startswith(p + ".") for p in MAY_DIFFER)
-        and not (key in PLANNED and after.get(key) == "auto")
+        and not (key in PLANNED and "auto" in (before.get(key), after.get(key)))
         and not (key == "train.steps" and after[key] > before[key])
     ]
     if changed:

@@ -7,7 +7,7 @@ import pytest
 import test_fp4_linear_gpu
 
 from qerl.kernels.fp4_linear import regimes
-from qerl.kernels.fp4_linear.regimes import DECODE, DENSE, MIDDLE
+from qerl.kernels.fp4_linear.regimes import DECODE, DENSE, KEPT, MIDDLE
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 SMALL, BIG = 896 * 896, 3584 * 18944
@@ -16,8 +16,8 @@ REGIMES = pytest.mark.parametrize(
 )
 
 
-def first(rows: int, numbers: int, capability: tuple[int, int]) -> str:
-    return (*regimes.preferred(rows, numbers, capability), DENSE)[0]
+def first(rows: int, numbers: int, capability: tuple[int, int], kept: bool = False) -> str:
+    return (*regimes.preferred(rows, numbers, capability, kept=kept), DENSE)[0]
 
 
 @REGIMES
@@ -33,6 +33,25 @@ def test_every_regime_of_small_and_of_big_weights_is_compared_with_float64(capab
 @REGIMES
 def test_the_gate_asks_every_regime_of_a_big_weight(capability, names):
     assert {first(rows, BIG, capability) for rows in regimes.one_of_each(capability)} == names
+
+
+@pytest.mark.parametrize("numbers", [SMALL, BIG])
+def test_kept_values_are_read_on_hopper_alone_and_the_gate_asks_all_that_reads_them(numbers):
+    assert {first(rows, numbers, (9, 0), kept=True) for rows in regimes.one_of_each((9, 0), kept=True)} == {
+        DECODE,
+        KEPT,
+        DENSE,
+    }
+    assert first(regimes.DECODE_ROWS, numbers, (9, 0), kept=True) == DECODE
+    for capability in ((8, 0), (10, 0)):
+        for rows in (1, 17, 100, 5000):
+            assert first(rows, numbers, capability, kept=True) == first(rows, numbers, capability)
+        assert regimes.one_of_each(capability, kept=True) == regimes.one_of_each(capability)
+    assert first(1000, numbers, (9, 0), kept=True) == KEPT
+    base = regimes.preferred(1000, numbers, (9, 0), kept=True, adapters=False)
+    assert base == regimes.preferred(1000, numbers, (9, 0)), "cuBLAS multiplies with kept V"
+    # What the kernel refuses goes where it went.
+    assert regimes.preferred(100, numbers, (9, 0), kept=True)[1:] == regimes.preferred(100, numbers, (9, 0))
 
 
 @pytest.mark.parametrize("capability", [(9, 0), (8, 0), (10, 0)])

@@ -6,19 +6,23 @@ prints one line a kernel and architecture. Exit status 1 if one does not compile
 """
 
 import sys
+from dataclasses import replace
+from types import SimpleNamespace
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from qerl.formats import get_format
 from qerl.kernels.activation import triton as activation
 from qerl.kernels.cached_attention import FP8, CacheRows, SharedPages
 from qerl.kernels.cached_attention import triton as cached_attention
 from qerl.kernels.cached_attention.plan import Plan
-from qerl.kernels.fp4_linear import unpack
+from qerl.kernels.fp4_linear import AdapterPart, kept, unpack
+from qerl.kernels.fp4_linear.adapter import flatten
 from qerl.kernels.philox import triton as philox
 from qerl.kernels.quantize import triton as quantize
 from qerl.kernels.rms_norm import KeyedNoise, TableNoise
@@ -52,6 +56,8 @@ def signature_of(function: JITFunction, arguments: tuple, options: dict) -> tupl
         value = given[parameter.name]
         if parameter.is_constexpr or value is None:
             types[parameter.name], known[parameter.name] = "constexpr", value
+        elif isinstance(value, TensorDescriptor):
+            types[parameter.name] = f"tensordesc<{TYPES[value.base.dtype][1:]}{value.block_shape}>"
         elif isinstance(value, torch.Tensor):
             types[parameter.name] = TYPES[value.dtype]
         else:
@@ -125,6 +131,19 @@ def calls() -> None:
     logp, entropy = token_logprobs.token_logprobs(hidden, head, None, rows, 1.0, None)
     (logp.sum() + entropy.sum()).backward()
     decode_calls(rows)
+    kept_calls()
+
+
+def kept_calls() -> None:
+    """The product with kept values, in each of its shapes, with and without adapters, and with blocks that share a tile."""
+    kept.workspace = lambda device: SimpleNamespace(counters=lambda: torch.zeros(1, dtype=torch.int32))
+    x, values, bias = torch.zeros(64, 512).bfloat16(), torch.zeros(512, 512).bfloat16(), torch.zeros(512).bfloat16()
+    part = AdapterPart(start=0, stop=512, a_RI=values[:32], b_OR=torch.zeros(512, 32).bfloat16(), scale=1.0)
+    for shape in kept.SHAPES:
+        for parts, splits, added in (([part], 1, bias), ([part], 2, None), ([], 1, None)):
+            placements, a, b = flatten(parts)
+            pieces = (kept.Piece(512, 1.0, len(parts) - 1),)
+            kept.run(x, values, added, pieces, placements, a, b, replace(shape, splits=splits))
 
 
 def decode_calls(rows: torch.Tensor) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from qerl.config.load import load_config
+from qerl.memory import GB, Budget
 from qerl.model.spec import ModelSpec
 
 _QWEN = {
@@ -52,6 +53,10 @@ GRPO_STEP = (
     "rollout.keep_cache=off",
 )
 """Eight answers of 2048 new tokens, micro-batches of 8k tokens, rank 32, everything recomputed; phases share memory."""
+
+
+def budget(gigabytes):
+    return Budget(size=int(gigabytes * GB), source="test")
 
 
 def configured(*settings):

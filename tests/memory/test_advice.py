@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from memory_builders import GRPO_STEP, configured, qwen, qwen_config
+from memory_builders import GRPO_STEP, budget, configured, qwen, qwen_config
 from typer.testing import CliRunner
 
 from qerl import memory
@@ -19,10 +19,6 @@ from qerl.train import fit, session
 from qerl.train.fit import plan, settle_memory
 
 GB = 1e9
-
-
-def budget(gigabytes):
-    return memory.Budget(size=int(gigabytes * GB), source="test")
 
 
 @pytest.mark.parametrize(
@@ -77,7 +73,7 @@ def test_auto_takes_the_first_way_of_checkpointing_that_fits():
     assert chosen(peaks["none"] - 0.01) == "selective"
     assert chosen(peaks["selective"] - 0.01) == "full"
     assert chosen(1.0) == "full"
-    fixed = configured(*settings, "train.checkpointing=none", "rollout.kv_cache_gb=1")
+    fixed = configured(*settings, "train.checkpointing=none", "rollout.kv_cache_gb=1", "quant.dense_cache=off")
     assert memory.resolve(fixed, spec, budget(1.0), device_type="cuda") == fixed
 
 

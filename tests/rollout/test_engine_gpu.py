@@ -10,6 +10,7 @@ from qerl.kernels import sampling
 from qerl.kernels.cached_attention import FP8, CacheRows, SharedPages, reference, triton
 from qerl.kernels.cached_attention.plan import Plan, members_for
 from qerl.kernels.philox import stream_key
+from qerl.memory import measure_resident
 from qerl.model.aqn import NoiseState
 from qerl.model.checkpoint import load_model
 from qerl.model.tokenizer import load_tokenizer
@@ -35,8 +36,8 @@ def tokenizer(qwen2_folder):
     return load_tokenizer(qwen2_folder)
 
 
-def load(folder, dtype=torch.float32, **settings):
-    quant = QuantConfig(format="nvfp4", dense_cache="on")
+def load(folder, dtype=torch.float32, dense_cache="on", **settings):
+    quant = QuantConfig(format="nvfp4", dense_cache=dense_cache)
     lora = LoraConfig(rank=4, alpha=8.0)
     model = load_model(folder, quant=quant, lora=lora, dtype=dtype, device="cuda", **settings)
     for name, parameter in model.trainable_parameters().items():
@@ -311,8 +312,13 @@ def test_with_static_shapes_an_answer_has_the_same_bits_alone_and_in_any_batch(q
 
 
 @pytest.mark.parametrize(("scope", "float32_stream"), [("rollout", False), ("response", False), ("response", True)])
-def test_engine_and_trainer_agree_in_bfloat16(qwen2_folder, tokenizer, scope, float32_stream):
-    model = load(qwen2_folder, torch.bfloat16, float32_stream=float32_stream)
+@pytest.mark.parametrize("dense_cache", ["on", "off"])
+def test_engine_and_trainer_agree_in_bfloat16(qwen2_folder, tokenizer, scope, float32_stream, dense_cache):
+    model = load(qwen2_folder, torch.bfloat16, dense_cache, float32_stream=float32_stream)
+    assert all((linear.weight.kept_OI is not None) == (dense_cache == "on") for linear in model.grouped_linears())
+    assert all(linear.dense_OI is None for linear in model.grouped_linears()), "no weight is rounded"
+    numbers = sum(linear.weight.shape[0] * linear.weight.shape[1] for linear in model.grouped_linears())
+    assert measure_resident(model)["dense_cache"] == (2 * numbers if dense_cache == "on" else 0)
     noise = make_noise(model, scope)
     completions, _ = Engine(model, tokenizer, max_num_seqs=16).generate(
         make_prompts(RAGGED), SPEC, group_size=GROUP, noise=noise

@@ -41,12 +41,17 @@ def test_a_fresh_state_starts_at_zero():
 
 
 def test_what_the_plan_decided_stays_with_the_run():
-    saved = load_config(None, ["train.token_budget=20000", "train.checkpointing=selective", "rollout.keep_cache=off"])
+    saved = load_config(
+        None,
+        ["train.token_budget=20000", "train.checkpointing=selective", "rollout.keep_cache=off", "quant.dense_cache=on"],
+    )
     open_again = load_config(None, ["train.token_budget=auto"])
     check_same_config(saved, open_again)
     adopted = adopt_plan(saved, open_again)
     assert adopted == saved
     fixed = adopt_plan(saved, load_config(None, ["train.token_budget=auto", "train.checkpointing=full"]))
     assert (fixed.train.token_budget, fixed.train.checkpointing) == (20000, "full")
+    undecided = load_config(None, ["quant.dense_cache=auto", "train.token_budget=20000"])
+    check_same_config(undecided, load_config(None, ["quant.dense_cache=on", "train.token_budget=20000"]))
     with pytest.raises(ConfigError, match=r"train\.token_budget: 20000 -> 16384"):
         check_same_config(saved, load_config(None, []))

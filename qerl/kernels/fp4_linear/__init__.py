@@ -15,8 +15,34 @@ from qerl.kernels import dispatch
 from qerl.kernels.fp4_linear.adapter import AdapterPart, flatten
 from qerl.kernels.fp4_linear.autograd import Fp4Linear
 from qerl.kernels.fp4_linear.gate import layout_gate
+from qerl.kernels.fp4_linear.regimes import SMALL_WEIGHT
 
-__all__ = ["AdapterPart", "fp4_linear", "layout_gate"]
+__all__ = ["AdapterPart", "fp4_linear", "keep", "keeps", "layout_gate", "served"]
+
+
+def served(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether packed weights are multiplied by the CUDA kernels, which a dequantized copy would keep them from."""
+    return device.type == "cuda" and dtype == torch.bfloat16
+
+
+def keeps(weight: PackedWeight, dtype: torch.dtype) -> bool:
+    """Whether products with activations in `dtype` are faster where V is kept: those of small weights by the CUDA kernels."""
+    if not served(weight.device, dtype) or weight.shape[0] * weight.shape[1] >= SMALL_WEIGHT:
+        return False
+    from qerl.kernels.fp4_linear.unpack import FORMATS  # needs Triton, which a CPU may lack
+
+    return weight.order == "tiles" or weight.format in FORMATS
+
+
+def keep(weight: PackedWeight) -> PackedWeight:
+    """The weight with V beside it (`PackedWeight.kept_OI`, README.md), for what `keeps`: 2 bytes a number, and no product rounds more for it.
+
+    Raises:
+        KernelUnavailableError: a kernel cannot be compiled here.
+    """
+    from qerl.kernels.fp4_linear import dense
+
+    return dense.keep(weight)
 
 
 def fp4_linear(

@@ -203,17 +203,17 @@ def values(
 ) -> tuple[Tensor, list[tuple[slice, float]]]:
     """(V bfloat16 [d_out, d_in], output rows with the same 1 / G, each with it).
 
-    V is in scratch that the next call overwrites. A tiled weight may be given more rows or columns, which are left as they are.
+    V is kept, or in scratch that the next call overwrites. A tiled weight may be given more rows or columns, which are left as they are; it
+    is in scratch then.
     """
     space = workspace(weight.device)
-    if weight.order != "tiles":
-        from qerl.kernels.fp4_linear.unpack import unpack  # needs Triton, which a CPU may lack
-
-        return unpack(weight, space.scratch(*weight.shape)), [(slice(0, weight.shape[0]), 1.0)]
-    out_OI = dequantize_tiles(weight, space.scratch(rows or weight.shape[0], columns or weight.shape[1]))
+    if weight.kept_OI is not None and rows is None and columns is None:
+        out_OI = weight.kept_OI
+    else:
+        out_OI = _unpacked(weight, space.scratch(rows or weight.shape[0], columns or weight.shape[1]))
     alphas: list[tuple[slice, float]] = []
     stops = accumulate(weight.segments)
-    for stop, count, alpha in zip(stops, weight.segments, space.alphas(weight), strict=True):
+    for stop, count, alpha in zip(stops, weight.segments, row_alphas(weight), strict=True):
         start = stop - count
         if alphas and alphas[-1][1] == alpha:
             start = alphas.pop()[0].start
@@ -221,12 +221,36 @@ def values(
     return out_OI, alphas
 
 
+def row_alphas(weight: PackedWeight) -> tuple[float, ...]:
+    """What sums with V are multiplied by, of every segment. The first call of a weight that stores divisors waits for the device."""
+    if weight.order != "tiles":
+        return (1.0,) * len(weight.segments)
+    return workspace(weight.device).alphas(weight)
+
+
+def _unpacked(weight: PackedWeight, out_OI: Tensor) -> Tensor:
+    if weight.order == "tiles":
+        return dequantize_tiles(weight, out_OI)
+    from qerl.kernels.fp4_linear.unpack import unpack  # needs Triton, which a CPU may lack
+
+    return unpack(weight, out_OI)
+
+
+def keep(weight: PackedWeight) -> PackedWeight:
+    """The weight with V kept beside it: 2 bytes a number."""
+    out_OI = torch.empty(weight.shape, dtype=torch.bfloat16, device=weight.device)
+    return replace(weight, kept_OI=_unpacked(weight, out_OI))
+
+
 def unpacked_rows(weight: PackedWeight, start: int, stop: int) -> Tensor:
-    """V of output rows [start, stop) of a tiled weight, `start` a multiple of 16: bfloat16, in scratch that the next call overwrites."""
+    """V of output rows [start, stop) of a tiled weight, `start` a multiple of 16: bfloat16, kept, or in scratch that the next call overwrites."""
+    if weight.kept_OI is not None:
+        return weight.kept_OI[start:stop]
     assert start % ROWS == 0, start
     assert "groups" not in weight.tensors, "groups of doubly quantized scales are of whole weights"
     tiles = weight.tensors["tiles"][start // ROWS : -(-stop // ROWS)]
-    part = replace(weight, shape=(stop - start, weight.shape[1]), tensors={**weight.tensors, "tiles": tiles})
+    shape = (stop - start, weight.shape[1])
+    part = replace(weight, shape=shape, tensors={**weight.tensors, "tiles": tiles}, kept_OI=None)
     return dequantize_tiles(part, workspace(weight.device).scratch(*part.shape))
 
 

@@ -51,7 +51,7 @@ def layout_gate(
     if tokens is not None:
         counts: tuple[int, ...] = (tokens,)
     else:
-        counts = one_of_each(torch.cuda.get_device_capability(device)) if device.type == "cuda" else (8,)
+        counts = _one_of_each(weight) if device.type == "cuda" else (8,)
     for count in counts:
         x_TI = fixed_input(count, weight.shape[1], dtype, device)
         y_TO, _ = module.forward(x_TI, weight, None, (), (), (), dense_OI)
@@ -59,6 +59,10 @@ def layout_gate(
         check_error(error, row, name, chosen, weight, dtype)
         largest = max(largest, error)
     return largest
+
+
+def _one_of_each(weight: PackedWeight) -> tuple[int, ...]:
+    return one_of_each(torch.cuda.get_device_capability(weight.device), kept=weight.kept_OI is not None)
 
 
 def fixed_input(tokens: int, d_in: int, dtype: torch.dtype, device: torch.device) -> Tensor:

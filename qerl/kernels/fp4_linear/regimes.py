@@ -2,12 +2,13 @@
 
 decode   the weight is read once for a group of rows, on CUDA cores' side of the memory limit
 middle   sm_90: the weight is expanded once for up to 256 rows, on the way into the matrix units
+kept     sm_90: V is kept in memory; one launch with the adapters inside
 dense    one pass of dequantization into scratch, then cuBLAS
 """
 
 from __future__ import annotations
 
-DECODE, MIDDLE, DENSE = "decode", "middle", "dense"
+DECODE, MIDDLE, KEPT, DENSE = "decode", "middle", "kept", "dense"
 
 HOPPER = (9, 0)
 DECODE_ROWS = 16
@@ -19,10 +20,22 @@ SMALL_WEIGHT, MIDDLE_ROWS_OF_SMALL = 10_000_000, 128
 faster only up to so many rows of x."""
 DECODE_ROWS_WITHOUT_MIDDLE = 64
 """Rows of x up to which reading the weight once for every group of rows pays where there is no middle kernel."""
+KEPT_ROWS, KEPT_ROWS_OF_BASE = range(17, 2049), range(17, 257)
+"""Numbers of rows of x for which the kernel that reads kept V is fastest, with and without adapters. V is kept of small weights alone; above,
+without adapters, dense multiplies with it."""
 
 
-def preferred(rows: int, numbers: int, capability: tuple[int, int]) -> tuple[str, ...]:
-    """The kernels to ask for `rows` rows of x and a weight of `numbers` numbers on a device, in turn; dense takes what they leave."""
+def preferred(
+    rows: int, numbers: int, capability: tuple[int, int], *, kept: bool = False, adapters: bool = True
+) -> tuple[str, ...]:
+    """The kernels to ask for `rows` rows of x and a weight of `numbers` numbers on a device, in turn; dense takes what they leave.
+
+    Args:
+        kept: V is kept.
+        adapters: there are adapters.
+    """
+    if kept and capability == HOPPER and rows in (KEPT_ROWS if adapters else KEPT_ROWS_OF_BASE):
+        return (KEPT, *preferred(rows, numbers, capability))
     decode = (DECODE,) if rows <= DECODE_ROWS_WITHOUT_MIDDLE else ()
     most = MIDDLE_ROWS_OF_SMALL if numbers < SMALL_WEIGHT else MIDDLE_ROWS
     if capability != HOPPER or rows > most:
@@ -30,8 +43,10 @@ def preferred(rows: int, numbers: int, capability: tuple[int, int]) -> tuple[str
     return (DECODE, MIDDLE) if rows <= DECODE_ROWS else (MIDDLE, *decode)
 
 
-def one_of_each(capability: tuple[int, int]) -> tuple[int, ...]:
-    """Numbers of rows of x that lie in different regimes of a device, one for each."""
+def one_of_each(capability: tuple[int, int], *, kept: bool = False) -> tuple[int, ...]:
+    """Numbers of rows of x that lie in different regimes of a device, one for each; `kept` as in `preferred`."""
+    if kept and capability == HOPPER:
+        return DECODE_ROWS // 2, KEPT_ROWS_OF_BASE[len(KEPT_ROWS_OF_BASE) // 2], KEPT_ROWS.stop
     if capability == HOPPER:
         return DECODE_ROWS // 2, 100, MIDDLE_ROWS + 1
     return 8, 32, DECODE_ROWS_WITHOUT_MIDDLE + 1

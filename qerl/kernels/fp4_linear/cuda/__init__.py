@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from qerl.formats import PackedWeight
-from qerl.kernels.fp4_linear import decode, dense, middle, reference, regimes, unpack
+from qerl.kernels.fp4_linear import decode, dense, kept, middle, reference, regimes, unpack
 from qerl.kernels.fp4_linear.adapter import Placement
 from qerl.kernels.fp4_linear.shrink import shrink
 
@@ -37,6 +37,8 @@ def forward(
         return decode.product(x_TI, weight, bias_O, placements, a_RI, b_OR, dtype=dtype), None
     if regime == regimes.MIDDLE:
         return middle.product(x_TI, weight, bias_O, placements, a_RI, b_OR, dtype=dtype)
+    if regime == regimes.KEPT:
+        return kept.product(x_TI, weight, bias_O, placements, a_RI, b_OR, dtype=dtype), None
     return dense.forward(x_TI, weight, bias_O, placements, a_RI, b_OR, dtype=dtype)
 
 
@@ -52,7 +54,7 @@ def shrunk(
     if not fast(x_TI, weight, dense_OI):
         return reference.shrunk(x_TI, weight, placements, a_RI, b_OR, dense_OI)
     regime = regime_of(x_TI, weight, placements, a_RI, b_OR)
-    if regime == regimes.DECODE:
+    if regime in (regimes.DECODE, regimes.KEPT):
         return None
     if regime == regimes.MIDDLE:
         return middle.product(x_TI, weight, None, placements, a_RI, b_OR, dtype=x_TI.dtype)[1]
@@ -63,12 +65,14 @@ def regime_of(
     x_TI: Tensor, weight: PackedWeight, placements: Sequence[Placement], a_RI: Sequence[Tensor], b_OR: Sequence[Tensor]
 ) -> str:
     """The kernel that takes a call which is `fast`: the first of `regimes.preferred` that can."""
-    if weight.order == "tiles":
-        takes = {regimes.DECODE: decode.takes, regimes.MIDDLE: middle.takes}
-        numbers = weight.shape[0] * weight.shape[1]
-        for regime in regimes.preferred(x_TI.shape[0], numbers, torch.cuda.get_device_capability(x_TI.device)):
-            if takes[regime](x_TI, weight, placements, a_RI, b_OR):
-                return regime
+    takes = {regimes.DECODE: decode.takes, regimes.MIDDLE: middle.takes, regimes.KEPT: kept.takes}
+    numbers, capability = weight.shape[0] * weight.shape[1], torch.cuda.get_device_capability(x_TI.device)
+    options = {"kept": weight.kept_OI is not None, "adapters": bool(placements)}
+    for regime in regimes.preferred(x_TI.shape[0], numbers, capability, **options):
+        # Of a weight without tiles, V alone can be read.
+        readable = regime == regimes.KEPT or weight.order == "tiles"
+        if readable and takes[regime](x_TI, weight, placements, a_RI, b_OR):
+            return regime
     return regimes.DENSE
 
 
@@ -92,6 +96,8 @@ def float32_product(x_TI: Tensor, weight: PackedWeight) -> Tensor | None:
         return decode.product(x_TI, weight, None, (), (), (), dtype=torch.float32)
     if regime == regimes.MIDDLE:
         return middle.product(x_TI, weight, None, (), (), (), dtype=torch.float32)[0]
+    if regime == regimes.KEPT:
+        return kept.product(x_TI, weight, None, (), (), (), dtype=torch.float32)
     return None
 
 

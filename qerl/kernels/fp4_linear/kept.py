@@ -1,0 +1,335 @@
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+"""The kept regime: one launch for a product with V that is kept in memory (`PackedWeight.kept_OI`), adapters inside.
+
+Every output tile makes the h that it needs itself, in the loop over the inputs in which it is multiplied: x is there already, and a part of A has
+few rows. So no block waits for another, and h never leaves the multiprocessor. Where there are few tiles, several blocks share one (`splits`): each
+adds up a run of the inputs, and the one that comes last adds their float32 sums in order. h is rounded to bfloat16, and the output once.
+
+Legend: T tokens, I inputs, O output rows, R adapter ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from qerl.formats import PackedWeight
+from qerl.kernels.fp4_linear import record
+from qerl.kernels.fp4_linear.adapter import Placement
+from qerl.kernels.fp4_linear.dense import row_alphas
+from qerl.kernels.fp4_linear.workspace import TILE_COUNTERS, workspace
+from qerl.kernels.overlap import launch_next, overlap, wait
+from qerl.kernels.sizes import ceil_div, power_of_2
+
+MOST_PIECES, MOST_RANKS = 4, 128
+NO_ADAPTER = -1
+_SHARED_BYTES = 220_000
+"""Of a block, at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How a product is cut."""
+
+    rows: int
+    """Rows of x of a tile."""
+    columns: int
+    """Outputs of a tile."""
+    depth: int
+    """Inputs of a step."""
+    stages: int
+    """Steps that are loaded ahead, at most."""
+    warps: int
+    splits: int = 1
+    """Blocks that share a tile."""
+
+    def stages_of(self, slots: int) -> int:
+        """Steps that are loaded ahead where a tile makes h for `slots` ranks."""
+        return min(self.stages, _SHARED_BYTES // (2 * self.depth * (self.rows + self.columns + slots)))
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Output rows with one divisor and at most one adapter."""
+
+    stop: int
+    alpha: float
+    """What sums with V are multiplied by."""
+    part: int
+    """Index of the adapter part; NO_ADAPTER for none."""
+
+
+DEEP, SMALL, WIDE, LARGE = (
+    Shape(64, 64, 128, 4, 4),
+    Shape(64, 64, 64, 4, 4),
+    Shape(64, 128, 64, 4, 4),
+    Shape(128, 128, 64, 4, 4),
+)
+SHAPES = (DEEP, SMALL, WIDE, LARGE)
+_LONG = 4096
+"""Inputs from which on large tiles are faster than wide ones."""
+_STEPS_OF_A_SPLIT = 9
+"""Steps that pay for adding up a tile's sums, at least."""
+
+
+def choose(tokens: int, d_out: int, d_in: int, borders: Sequence[int], processors: int) -> Shape | None:
+    """The fastest way to cut a product whose pieces end at `borders`, by times on an H200; None where they are too narrow for every one."""
+    shape = _by_tiles(tokens, d_out, d_in, processors)
+    if any(border % shape.columns for border in borders):
+        shape = SMALL
+    return None if any(border % shape.columns for border in borders) else shape
+
+
+def _by_tiles(tokens: int, d_out: int, d_in: int, processors: int) -> Shape:
+    def tiles(shape: Shape) -> int:
+        return ceil_div(tokens, shape.rows) * ceil_div(d_out, shape.columns)
+
+    def shared(shape: Shape) -> Shape:
+        most = ceil_div(d_in, shape.depth) // _STEPS_OF_A_SPLIT
+        return replace(shape, splits=max(1, min(processors // tiles(shape), most)))
+
+    if tiles(DEEP) <= processors:
+        return shared(DEEP)
+    if d_in >= _LONG:
+        return shared(LARGE)
+    # Two blocks of small tiles stand on a multiprocessor.
+    return SMALL if tiles(SMALL) <= 2 * processors and tokens > SMALL.rows else WIDE
+
+
+def takes(
+    x_TI: Tensor, weight: PackedWeight, placements: Sequence[Placement], a_RI: Sequence[Tensor], b_OR: Sequence[Tensor]
+) -> bool:
+    """Whether the kernel can run this call, whatever its speed."""
+    if weight.kept_OI is None or not record.fits(weight, placements, a_RI, b_OR):
+        return False
+    ranks = {place.ranks.stop - place.ranks.start for place in placements}
+    alike = len(ranks) <= 1 and max(ranks, default=0) <= MOST_RANKS and all(place.scale for place in placements)
+    aligned = weight.shape[1] % 8 == 0 and all(t.data_ptr() % 16 == 0 for t in (x_TI, *a_RI))
+    return alike and aligned and x_TI.shape[0] > 0 and _cut(x_TI, weight, placements) is not None
+
+
+def product(
+    x_TI: Tensor,
+    weight: PackedWeight,
+    bias_O: Tensor | None,
+    placements: Sequence[Placement],
+    a_RI: Sequence[Tensor],
+    b_OR: Sequence[Tensor],
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Tensor:
+    """y [T, O] in `dtype` (bfloat16 or float32), rounded once, for what `takes` accepts."""
+    found = _cut(x_TI, weight, placements)
+    assert found is not None and weight.kept_OI is not None, (x_TI.shape, weight.shape)
+    return run(x_TI, weight.kept_OI, bias_O, found[0], placements, a_RI, b_OR, found[1], dtype=dtype)
+
+
+def _cut(x_TI: Tensor, weight: PackedWeight, placements: Sequence[Placement]) -> tuple[tuple[Piece, ...], Shape] | None:
+    pieces = pieces_of(weight, placements, row_alphas(weight))
+    if pieces is None or len(pieces) > MOST_PIECES:
+        return None
+    processors = workspace(x_TI.device).multiprocessors
+    shape = choose(x_TI.shape[0], *weight.shape, [piece.stop for piece in pieces[:-1]], processors)
+    return None if shape is None else (pieces, shape)
+
+
+def pieces_of(
+    weight: PackedWeight, placements: Sequence[Placement], alphas: Sequence[float]
+) -> tuple[Piece, ...] | None:
+    """The output rows in order, cut where the divisor (`alphas`, one a segment) or the adapter changes; None where two adapters meet in a row."""
+    stops = [sum(weight.segments[: index + 1]) for index in range(len(weight.segments))]
+    borders = {0, *stops} | {border for place in placements for border in (place.rows.start, place.rows.stop)}
+    pieces: list[Piece] = []
+    for start, stop in pairwise(sorted(borders)):
+        alpha = alphas[next(index for index, end in enumerate(stops) if start < end)]
+        own = [i for i, place in enumerate(placements) if place.rows.start <= start and stop <= place.rows.stop]
+        if len(own) > 1:
+            return None
+        part = own[0] if own else NO_ADAPTER
+        if pieces and (pieces[-1].alpha, pieces[-1].part) == (alpha, part):
+            pieces.pop()
+        pieces.append(Piece(stop, alpha, part))
+    return tuple(pieces)
+
+
+def run(
+    x_TI: Tensor,
+    values_OI: Tensor,
+    bias_O: Tensor | None,
+    pieces: Sequence[Piece],
+    placements: Sequence[Placement],
+    a_RI: Sequence[Tensor],
+    b_OR: Sequence[Tensor],
+    shape: Shape,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Tensor:
+    """y [T, O] in `dtype`, cut by `shape`, whose columns end with every piece but the last."""
+    assert all(piece.stop % shape.columns == 0 for piece in pieces[:-1]), (shape, pieces)
+    x_TI = x_TI.contiguous()
+    (tokens, d_in), d_out = x_TI.shape, values_OI.shape[0]
+    y_TO = torch.empty(tokens, d_out, dtype=dtype, device=x_TI.device)
+    rank = max((place.ranks.stop - place.ranks.start for place in placements), default=0)
+    slots = max(16, power_of_2(rank)) if rank else 0
+    tiles = ceil_div(tokens, shape.rows) * ceil_div(d_out, shape.columns)
+    sums, counters = y_TO, y_TO
+    if shape.splits > 1:
+        assert tiles <= TILE_COUNTERS, tiles
+        numbers = tiles * shape.splits * shape.rows * (shape.columns + slots)
+        sums = torch.empty(numbers, dtype=torch.float32, device=x_TI.device)
+        counters = workspace(x_TI.device).counters()
+
+    def tiles_of(matrix: Tensor, rows: int) -> TensorDescriptor:
+        return TensorDescriptor.from_tensor(matrix, [rows, shape.depth])
+
+    filled = [pieces[min(index, len(pieces) - 1)] for index in range(MOST_PIECES)]
+    places = [None if piece.part == NO_ADAPTER else placements[piece.part] for piece in filled]
+    scales = [1.0 if place is None else float(place.scale) for place in places]
+    _product[(tiles, shape.splits)](
+        tiles_of(x_TI, shape.rows),
+        tiles_of(values_OI, shape.columns),
+        tiles_of(a_RI[0], slots) if a_RI else x_TI,
+        x_TI if bias_O is None else bias_O.to(torch.bfloat16).contiguous(),
+        y_TO,
+        sums,
+        counters,
+        *(x_TI if piece.part == NO_ADAPTER else b_OR[piece.part] for piece in filled),
+        *(piece.stop for piece in filled[:-1]),
+        *(piece.alpha / scale for piece, scale in zip(filled, scales, strict=True)),
+        *scales,
+        *(0 if place is None else place.rows.start for place in places),
+        *(NO_ADAPTER if place is None else place.ranks.start for place in places),
+        tokens,
+        d_out,
+        d_in,
+        rank,
+        shape.splits,
+        RANKS=slots,
+        BIAS=bias_O is not None,
+        ROWS=shape.rows,
+        COLUMNS=shape.columns,
+        DEPTH=shape.depth,
+        SPLIT=shape.splits > 1,
+        num_warps=shape.warps,
+        num_stages=shape.stages_of(slots),
+        **overlap(x_TI.device),
+    )
+    return y_TO
+
+
+_RUNTIME = ["tokens", "splits", "stop0", "stop1", "stop2"]
+_RUNTIME += [f"{name}{index}" for name in ("start", "rank") for index in range(MOST_PIECES)]
+
+
+@triton.jit(do_not_specialize=_RUNTIME)
+def _product(
+    x,
+    values,
+    a,
+    bias,
+    y,
+    sums,
+    counters,
+    b0,
+    b1,
+    b2,
+    b3,
+    stop0,
+    stop1,
+    stop2,
+    alpha0,
+    alpha1,
+    alpha2,
+    alpha3,
+    scale0,
+    scale1,
+    scale2,
+    scale3,
+    start0,
+    start1,
+    start2,
+    start3,
+    rank0,
+    rank1,
+    rank2,
+    rank3,
+    tokens,
+    d_out,
+    d_in,
+    rank,
+    splits,
+    RANKS: tl.constexpr,
+    BIAS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    SPLIT: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """A run of the inputs of one output tile. Of a piece: the B of its adapter, one past its last row, the divisor's inverse over the scale, the
+    scale, the first row of B, and the adapter's first rank, negative where there is none."""
+    launch_next(OVERLAP)
+    row_tiles = tl.cdiv(tokens, ROWS)
+    tile, split = tl.program_id(0), tl.program_id(1)
+    # Neighbouring blocks read the same weights.
+    m0, n0 = tile % row_tiles * ROWS, tile // row_tiles * COLUMNS
+    b, alpha, scale, b_start, rank_start = b0, alpha0, scale0, start0, rank0
+    if n0 >= stop0:
+        b, alpha, scale, b_start, rank_start = b1, alpha1, scale1, start1, rank1
+    if n0 >= stop1:
+        b, alpha, scale, b_start, rank_start = b2, alpha2, scale2, start2, rank2
+    if n0 >= stop2:
+        b, alpha, scale, b_start, rank_start = b3, alpha3, scale3, start3, rank3
+    # Where there is no adapter, h of the first ranks is made all the same, and multiplied by zeros.
+    a0 = tl.maximum(rank_start, 0)
+    steps = tl.cdiv(d_in, DEPTH)
+    total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+    h = tl.zeros((ROWS, RANKS if RANKS > 0 else 16), dtype=tl.float32)
+    wait(OVERLAP)
+    for step in range(steps * split // splits, steps * (split + 1) // splits):
+        x_part = x.load([m0, step * DEPTH])
+        total = tl.dot(x_part, values.load([n0, step * DEPTH]).T, total)
+        if RANKS > 0:
+            h = tl.dot(x_part, a.load([a0, step * DEPTH]).T, h)
+    last = True
+    if SPLIT:
+        SIZE: tl.constexpr = ROWS * (COLUMNS + RANKS)
+        own = sums + tile.to(tl.int64) * splits * SIZE
+        i = tl.arange(0, ROWS)[:, None]
+        at = i * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+        tl.store(own + split * SIZE + at, total)
+        if RANKS > 0:
+            h_at = ROWS * COLUMNS + i * RANKS + tl.arange(0, RANKS)[None, :]
+            tl.store(own + split * SIZE + h_at, h)
+        # All threads have stored before one of them counts.
+        tl.debug_barrier()
+        last = tl.atomic_add(counters + tile, 1, sem="acq_rel") == splits - 1
+        if last:
+            total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+            for other in range(splits):
+                total += tl.load(own + other * SIZE + at, cache_modifier=".cg")
+            if RANKS > 0:
+                h = tl.zeros((ROWS, RANKS), dtype=tl.float32)
+                for other in range(splits):
+                    h += tl.load(own + other * SIZE + h_at, cache_modifier=".cg")
+            tl.store(counters + tile, 0)
+    if last:
+        m, n = m0 + tl.arange(0, ROWS), n0 + tl.arange(0, COLUMNS)
+        # The product with B goes on from the sums, so that it needs no others: by alpha / scale before it, by the scale behind it.
+        total *= alpha
+        if RANKS > 0:
+            r = tl.arange(0, RANKS)
+            known = (rank_start >= 0) & (r[:, None] < rank) & (n[None, :] < d_out)
+            up = tl.load(b + (n[None, :] - b_start) * rank + r[:, None], mask=known, other=0.0)
+            total = tl.dot(h.to(tl.bfloat16).to(up.dtype), up, total) * scale
+        if BIAS:
+            total += tl.load(bias + n, mask=n < d_out, other=0.0).to(tl.float32)[None, :]
+        place = y + m.to(tl.int64)[:, None] * d_out + n[None, :]
+        tl.store(place, total.to(y.dtype.element_ty), mask=(m[:, None] < tokens) & (n[None, :] < d_out))

@@ -1,0 +1,49 @@
+"""Where a GPU keeps dequantized weights beside the packed ones (`quant.dense_cache: auto`)."""
+
+import pytest
+from memory_builders import budget, configured, qwen
+
+from qerl import memory
+from qerl.memory import GB
+
+
+@pytest.mark.parametrize(
+    ("size", "gigabytes", "settings", "choice"),
+    [
+        ("0.5b", 132, (), "on"),
+        ("0.5b", 14.4, (), "on"),
+        ("0.5b", 14.2, (), "off"),
+        ("3b", 132, (), "on"),
+        ("3b", 13, (), "off"),
+        ("7b", 132, (), "auto"),
+        ("0.5b", None, (), "off"),
+        ("0.5b", 132, ("model.dtype=float32",), "off"),
+        ("0.5b", 132, ("quant.dense_cache=off",), "off"),
+        ("7b", 24, ("quant.dense_cache=on",), "on"),
+        ("0.5b", 132, ("quant.format=bf16",), "auto"),
+    ],
+)
+def test_weights_are_kept_dequantized_where_that_is_a_small_share_of_a_gpu(size, gigabytes, settings, choice):
+    """2 bytes a number of weights below 10 million: .72 GB of a 0.5B model, .68 of a 3B (q k v and o), none of a 7B; at most a twentieth of the budget."""
+    spec, bound = qwen(size), None if gigabytes is None else budget(gigabytes)
+    config = configured("rollout.prompts_per_step=4", *settings)
+    chosen = memory.resolve(config, spec, bound, device_type="cuda")
+    assert chosen.quant.dense_cache == choice
+    held = memory.predict(chosen, spec, device_type="cuda").resident["dense_cache"]
+    sizes = [group.out_features * group.in_features for group in spec.groups()]
+    small = sum(size for size in sizes if size < 10_000_000) * spec.num_layers
+    assert held == (2 * small if choice == "on" else 0)
+    assert memory.resolve(config, spec, bound, device_type="cpu").quant.dense_cache == config.quant.dense_cache
+
+
+def test_copies_of_weights_make_nothing_else_smaller():
+    """Where the plan just fits, they are left out, whatever their share."""
+    settings = ("rollout.prompts_per_step=8", "train.checkpointing=none", "train.token_budget=65536")
+    spec, config = qwen("0.5b"), configured(*settings)
+    with_copies, without = (
+        memory.predict(configured(*settings, f"quant.dense_cache={choice}"), spec, device_type="cuda").peak / GB
+        for choice in ("on", "off")
+    )
+    assert with_copies - without == pytest.approx(0.7157, abs=1e-4) and with_copies > 20
+    for gigabytes, choice in ((with_copies + 0.01, "on"), (with_copies - 0.01, "off"), (without - 0.01, "off")):
+        assert memory.resolve(config, spec, budget(gigabytes), device_type="cuda").quant.dense_cache == choice
