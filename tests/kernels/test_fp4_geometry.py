@@ -186,3 +186,15 @@ def test_multiprocessors_without_tiles_make_h_where_it_is_little():
     assert (slices, pieces) == (56, 112), "one step of nearly every block"
     many = middle.choose(64, 224, 56, H200)
     assert middle.slices_of_h(many, 1, 512, 56)[1] > many.most - many.blocks
+
+
+@pytest.mark.parametrize("divisor", [1, 2, 3, 5, 7, 14, 56, 64, 80, 99, 296, 432, 4096, 65535])
+def test_division_by_multiplication_is_exact(divisor):
+    """As `divide` of cuda/middle.cuh does it, near every multiple up to where n * d is 2^32."""
+    per = middle._per(divisor)
+    largest = ((1 << 32) - 1) // divisor // divisor
+    step = max(1, largest // 1000)
+    for multiple in (*range(0, largest, step), largest):
+        for n in (multiple * divisor - 1, multiple * divisor, multiple * divisor + 1):
+            if 0 <= n and n * divisor < 1 << 32:
+                assert (n if per == 0 else n * per >> 32) == n // divisor
