@@ -196,5 +196,5 @@ def test_division_by_multiplication_is_exact(divisor):
     step = max(1, largest // 1000)
     for multiple in (*range(0, largest, step), largest):
         for n in (multiple * divisor - 1, multiple * divisor, multiple * divisor + 1):
-            if 0 <= n and n * divisor < 1 << 32:
+            if n >= 0 and n * divisor < 1 << 32:
                 assert (n if per == 0 else n * per >> 32) == n // divisor
