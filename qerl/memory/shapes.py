@@ -90,6 +90,8 @@ def dense_cache_elements(config: Config, spec: ModelSpec, stored: Iterable[Store
         return 0
     packed = [rows * columns for name, (rows, columns), _ in stored if name != "bf16"]
     if device_type == "cuda" and config.model.dtype == "bfloat16":
+        if config.quant.lm_head == "nvfp4":
+            packed.append(spec.vocab_size * spec.hidden_size)
         return sum(numbers for numbers in packed if numbers < SMALL_WEIGHT)
     linears = sum(packed)
     head = 0 if config.quant.lm_head == "bf16" else spec.vocab_size * spec.hidden_size

@@ -6,7 +6,7 @@ import pytest
 import torch
 from fp4_builders import adapters_of, cuda, exact_product
 from test_fp4_formats_gpu import kernel_weight, weight_of
-from test_fp4_linear_gpu import ROWS_OF_X, check, error
+from test_fp4_linear_gpu import check, error
 
 from qerl.formats import get_format
 from qerl.kernels.fp4_linear import dense, fp4_linear, keep, keeps, kept, layout_gate, regimes
@@ -19,6 +19,7 @@ pytestmark = pytest.mark.gpu
 NAMES = ("nvfp4", "mxfp4", "nf4", "nf4_dq")
 ON_HOPPER = pytest.mark.skipif("torch.cuda.get_device_capability() != (9, 0)", reason="a kernel of sm_90")
 SOME, MANY = 100, 3000
+ROWS = (3, 16, 17, 40, 64, 200, 1000, 2048)
 # (segments, inputs): Qwen2.5 0.5B and 3B projections that are kept, and odd ones.
 WEIGHTS = (
     ((896, 128, 128), 896),
@@ -70,12 +71,14 @@ def test_the_large_regime_and_gradients_have_the_same_bits(name, rank):
 
 
 @ON_HOPPER
-@pytest.mark.parametrize(("segments", "d_in"), WEIGHTS)
-@pytest.mark.parametrize("rank", [0, 8, 32, 128])
+@pytest.mark.parametrize(
+    ("segments", "d_in", "rank"),
+    [*((*weight, rank) for weight in WEIGHTS for rank in (0, 32)), (*WEIGHTS[0], 8), (*WEIGHTS[0], 128)],
+)
 def test_every_number_of_rows_agrees_with_float64(segments, d_in, rank):
     natural, _, weight = pair("nvfp4", segments, d_in)
     parts, bias = (adapters_of(segments, d_in, rank) if rank else []), cuda(sum(segments), seed=9)
-    for rows in (*ROWS_OF_X, 2048):
+    for rows in ROWS:
         x = cuda(rows, d_in, seed=rows)
         with torch.no_grad():
             y, again = (fp4_linear(x, weight, bias, parts) for _ in range(2))
@@ -85,7 +88,7 @@ def test_every_number_of_rows_agrees_with_float64(segments, d_in, rank):
 
 
 @ON_HOPPER
-@pytest.mark.parametrize("rows", [17, SOME, 1000])
+@pytest.mark.parametrize("rows", [SOME, 1000])
 def test_every_shape_agrees_with_float64(rows):
     """Of small and long products, all ways to cut them, shared tiles and not."""
     for segments, d_in in (((896, 128, 128), 896), ((4864, 4864), 896), ((896,), 4864)):

@@ -237,7 +237,8 @@ def _unpacked(weight: PackedWeight, out_OI: Tensor) -> Tensor:
 
 
 def keep(weight: PackedWeight) -> PackedWeight:
-    """The weight with V kept beside it: 2 bytes a number."""
+    """The weight with V kept beside it: 2 bytes a number. Waits for the device."""
+    row_alphas(weight)  # found here, since a capture could not wait for them
     out_OI = torch.empty(weight.shape, dtype=torch.bfloat16, device=weight.device)
     return replace(weight, kept_OI=_unpacked(weight, out_OI))
 
