@@ -1,15 +1,21 @@
 """``portable/``: the matrix folder without what is large, to go on or to be reported elsewhere.
 
-Each cell's part is written when the cell ends, while others are at work, so that little is left to do when time is up.
+Each cell's part is written when the cell ends, while others are at work, so that little is left to do when time is up; and, of cells at
+work beside this process, whenever they have saved, so that a machine that is taken away takes little with it.
 """
 
 from __future__ import annotations
 
 import shutil
+import time
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
+from threading import Lock
 from types import TracebackType
 
+from qerl.errors import CheckpointError, OutputError
 from qerl.experiments.cells import Cell
 from qerl.experiments.manifest import work_folder
 from qerl.experiments.plan import Plan
@@ -22,6 +28,8 @@ PORTABLE = "portable"
 """Folder of the matrix folder with what goes to another machine."""
 DONE = ("finished", "failed", "invalid")
 """States in which a cell does not go on."""
+LOOK_SECONDS = 1.0
+"""Between two looks for new checkpoints."""
 WRITERS = 8
 """Cells that are written at one time: most of it is compression."""
 
@@ -39,6 +47,10 @@ class Portable:
         self._plan, self._wanted = plan, wanted
         self._threads = ThreadPoolExecutor(max_workers=WRITERS)
         self._writing: dict[str, Future[None]] = {}
+        self._saved: dict[str, str] = {}
+        """Name of the checkpoint of a cell at work that was carried last."""
+        self._next_look = 0.0
+        self._whole = Lock()
 
     @property
     def folder(self) -> Path:
@@ -47,7 +59,21 @@ class Portable:
     def take(self, cell: Cell) -> None:
         """Begin to write a cell that has ended, in whatever state."""
         if self._wanted:
-            self._writing[cell.name] = self._threads.submit(self._write, cell)
+            before = self._writing.get(cell.name)
+            self._writing[cell.name] = self._threads.submit(self._write, cell, before)
+
+    def look_at(self, running: Iterable[Cell]) -> None:
+        """Begin to write those of the cells at work that have saved since they were written last. To be called often."""
+        if not self._wanted or time.monotonic() < self._next_look:
+            return
+        self._next_look = time.monotonic() + LOOK_SECONDS
+        for cell in running:
+            newest = self._plan.run(cell).latest_checkpoint()
+            busy = cell.name in self._writing and not self._writing[cell.name].done()
+            if newest is None or busy or self._saved.get(cell.name) == newest.name or _is_full(cell):
+                continue
+            self._saved[cell.name] = newest.name
+            self._writing[cell.name] = self._threads.submit(self._write_at_work, cell)
 
     def __enter__(self) -> Portable:
         return self
@@ -63,23 +89,41 @@ class Portable:
                     self.take(cell)
             for future in self._writing.values():
                 future.result()
-        for path in (self._plan.manifest.path, RunDir(self._plan.out).probe_path):
-            if path.exists():
-                with whole_file(self.folder / path.name) as copy:
-                    shutil.copyfile(path, copy)
+        self._write_common()
 
-    def _write(self, cell: Cell) -> None:
+    def _write_common(self) -> None:
+        """What belongs to the matrix and not to a cell."""
+        with self._whole:
+            for path in (self._plan.manifest.path, RunDir(self._plan.out).probe_path):
+                if path.exists():
+                    with whole_file(self.folder / path.name) as copy:
+                        shutil.copyfile(path, copy)
+
+    def _write(self, cell: Cell, before: Future[None] | None) -> None:
+        """A cell that has ended, after what is still being written of it."""
+        if before is not None:
+            before.result()
         run, target = self._plan.run(cell), self.folder / cell.name
         # What another process is at work on is its command's to write.
         if is_held(work_folder(self._plan.out, cell.name)) or _same(run.cell_path, target / run.cell_path.name):
             return
         if run.holds_a_run():
-            # Full-parameter checkpoints have no portable form: such a cell goes on only where it is.
-            full = cell.config is None or cell.config.train.mode == "full"
-            write_portable_run(run, target, checkpoint=self._plan.state(cell) not in DONE and not full)
+            write_portable_run(run, target, checkpoint=self._plan.state(cell) not in DONE and not _is_full(cell))
         elif run.cell_path.exists():
             with whole_folder(target) as folder:
                 shutil.copyfile(run.cell_path, folder / run.cell_path.name)
+        self._write_common()
+
+    def _write_at_work(self, cell: Cell) -> None:
+        """What a cell at work has saved. Where it is replaced by the next checkpoint meanwhile, that one is carried."""
+        with suppress(CheckpointError, FileNotFoundError, OutputError):
+            write_portable_run(self._plan.run(cell), self.folder / cell.name)
+            self._write_common()
+
+
+def _is_full(cell: Cell) -> bool:
+    """Full-parameter checkpoints have no portable form: such a cell goes on only where it is."""
+    return cell.config is None or cell.config.train.mode == "full"
 
 
 def _same(first: Path, second: Path) -> bool:

@@ -139,6 +139,7 @@ def _run_pool(plan: Plan, orders: Orders, deadline: Deadline, say: Say, portable
             if not pool.running:
                 return plan
             pool.wait()
+            portable.look_at(entry.cell for entry in pool.running if not entry.search)
             for entry, ending in pool.take_ended():
                 look = True
                 if entry.search:

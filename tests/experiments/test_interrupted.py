@@ -11,12 +11,13 @@ from matrix_builders import ARMS, write_matrix
 
 from qerl.config.load import load_config
 from qerl.errors import RunFolderError, RunStopped
-from qerl.experiments import final, one_cell, pool, runner
+from qerl.experiments import final, one_cell, pool, portable, runner
 from qerl.experiments.manifest import AT_WORK, Manifest
 from qerl.experiments.plan import open_plan, record_plan
 from qerl.experiments.process import Ending
 from qerl.experiments.runner import Orders, run_matrix
 from qerl.metrics.run_dir import RunDir
+from qerl.train.run import train
 from qerl.train.stop import Deadline
 
 ALONE = Orders(one_process=True)
@@ -215,6 +216,31 @@ def test_two_commands_keep_one_portable_folder(tmp_path):
     )
     run_matrix(path, [], tmp_path / "out", ALONE, quiet)
     assert (folder / "plain-s0").stat().st_ino == first
+
+
+def test_what_a_cell_at_work_has_saved_is_carried_and_goes_on_elsewhere(tmp_path):
+    """A machine that is taken away takes with it what came after the last checkpoint, and no more."""
+    path = write_matrix(tmp_path, arms=[ARMS[1]], set={"train.steps": 3, "train.save_every": 1})
+    plan = open_plan(path, [], tmp_path / "out")
+    record_plan(plan)
+    (cell,) = plan.cells
+    # As if it were at work: two of three steps are made.
+    train(cell.config, stop_after=2)
+    plan.manifest.set_state(cell.name, "running")
+    with one_cell.lock(plan, cell), portable.Portable(plan, wanted=True) as kept:
+        kept.look_at([cell])
+        kept._writing[cell.name].result()
+        first = (kept.folder / cell.name).stat().st_ino
+        kept._next_look = 0.0
+        kept.look_at([cell])
+        kept._writing[cell.name].result()
+        assert (kept.folder / cell.name).stat().st_ino == first, "nothing new was saved"
+        shutil.copytree(kept.folder, tmp_path / "there")
+    assert [entry.name for entry in (tmp_path / "there" / cell.name / "checkpoints").iterdir()] == ["checkpoint-2"]
+    done = run_matrix(path, [], tmp_path / "there", ALONE, quiet)
+    assert states(done) == {cell.name: "finished"}
+    assert [row["step"] for row in done.run(cell).read_metrics()] == [0, 1, 2, 3]
+    assert done.run(cell).read_json("cell.json")["portable_resumes"] == [2]
 
 
 def test_a_process_that_works_on_one_cell_checks_that_one_and_the_arm_it_matches(tmp_path):
