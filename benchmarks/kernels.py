@@ -38,7 +38,7 @@ from torch import Tensor
 
 from qerl.formats import PackedWeight, dequantize, get_format, tiles
 from qerl.formats.nvfp4 import Nvfp4Format
-from qerl.kernels.fp4_linear import AdapterPart, fp4_linear, keep, regimes
+from qerl.kernels.fp4_linear import AdapterPart, fp4_linear, keep, keeps, regimes
 
 ROWS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 8192)
 FEW_ROWS = (1, 8, 64, 256, 2048)
@@ -47,7 +47,7 @@ PEER_ROWS = (1, 8, 32, 64, 256, 2048)
 CACHE_BYTES = 60e6
 LARGEST_ERROR = 3.5e-3
 KEPT = "+kept"
-"""Behind the name of a format: V is kept beside the packed weight (`quant.dense_cache`)."""
+"""Behind the name of a format: V is kept beside the weights of which the product keeps it (`quant.dense_cache`)."""
 PEER_ERROR = 1e-2
 """Of other libraries, whose kernels may round more."""
 ROUNDED_WEIGHTS = {"nf4": 4.5e-3, "nf4_dq": 4.5e-3}
@@ -105,24 +105,24 @@ def layer(size: dict[str, Any], rank: int, device: torch.device, formats: Sequen
         dense_OI = normal(*shape, scale=0.02, device=device)
         weights = {}
         for name in formats:
-            fmt, finish = get_format(name.removesuffix(KEPT)), keep if name.endswith(KEPT) else _as_it_is
+            fmt = get_format(name.removesuffix(KEPT))
             if real or device.type == "cpu" or not isinstance(fmt, Nvfp4Format):
-                weights[name] = finish(fmt.for_device(fmt.quantize(dense_OI, segments=segments)))
+                weights[name] = _held(fmt.for_device(fmt.quantize(dense_OI, segments=segments)), name)
                 continue
             data = torch.randint(0, 256, fmt.tile_layout.shape(*shape), dtype=torch.uint8, device=device)
             # Scales between 2^-3 and 2^2.
             data[..., tiles.CODE_BYTES :] = 152 + data[..., tiles.CODE_BYTES :] % 40
             tensors = {"tiles": data, "global_scale": torch.full((len(segments),), 2e4, device=device)}
             packed = PackedWeight(format=fmt.name, shape=shape, tensors=tensors, segments=segments, order="tiles")
-            weights[name] = finish(packed)
+            weights[name] = _held(packed, name)
         bias_O = normal(shape[0], scale=1.0, device=device) if index == 0 else None
         parts = adapters(segments, d_in, rank, device) if rank else ()
         found.append(Linear(weights=weights, dense_OI=dense_OI, bias_O=bias_O, parts=parts))
     return found
 
 
-def _as_it_is(weight: PackedWeight) -> PackedWeight:
-    return weight
+def _held(weight: PackedWeight, name: str) -> PackedWeight:
+    return keep(weight) if name.endswith(KEPT) and keeps(weight, torch.bfloat16) else weight
 
 
 def separate(y_TO: Tensor, x_TI: Tensor, parts: Sequence[AdapterPart]) -> Tensor:

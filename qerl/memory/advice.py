@@ -13,7 +13,9 @@ from pydantic import ValidationError
 
 from qerl.config.schema import Config
 from qerl.errors import ConfigError, MemoryBudgetError
+from qerl.kernels.fp4_linear.regimes import SMALL_WEIGHT
 from qerl.memory.ledger import PHASES, check_cache, mini_batch_tokens, predict, wanted_kv_bytes
+from qerl.memory.shapes import largest_group
 from qerl.model.recompute import Checkpointing
 from qerl.model.spec import ModelSpec
 
@@ -111,8 +113,8 @@ def resolve(config: Config, spec: ModelSpec, budget: Budget | None, *, device_ty
     selective and full with which all of it fits. If none does: full, and the keys and values of a GPU get what is left, while training
     too if that is at least half of what they could have by being given back (``rollout.keep_cache``, ``rollout.kv_cache_gb``).
     ``train.token_budget`` is decided before all that, with the way of checkpointing that its passes leave room for. ``quant.dense_cache`` is
-    on for a GPU where the copies are a small share of the budget (``COPIES_SHARE``) and change none of the other decisions but that of
-    tokens.
+    on for a GPU where every weight is one that is kept (a whole layer has been timed so, and no other), the copies are a small share of
+    the budget (``COPIES_SHARE``), and they change none of the other decisions but that of tokens.
 
     Raises:
         ConfigError: ``rollout.kv_cache_gb`` has no room for one sequence.
@@ -124,7 +126,8 @@ def resolve(config: Config, spec: ModelSpec, budget: Budget | None, *, device_ty
     if copies == 0:
         return _resolve(config, spec, budget, device_type)
     without = _resolve(changed(config, "quant.dense_cache", "off"), spec, budget, device_type)
-    if budget is None or config.model.dtype != "bfloat16" or copies > COPIES_SHARE * budget.size:
+    timed = config.model.dtype == "bfloat16" and largest_group(spec) < SMALL_WEIGHT
+    if budget is None or not timed or copies > COPIES_SHARE * budget.size:
         return without
     with_copies = _resolve(kept, spec, budget, device_type)
     fits = predict(with_copies, spec, device_type=device_type).peak <= budget.size

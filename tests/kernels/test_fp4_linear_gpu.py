@@ -63,7 +63,7 @@ def error(y, reference) -> float:
 def check(y, x, weight, bias=None, parts=(), *, once: bool, dense_OI=None):
     """Every element is within its own bound: the rounding of the output; where h lies so near to the middle of two bfloat16 numbers
     that sums in another order choose the other one, the difference of the two; without `once`, which is the large regime, the
-    rounding of bias and adapters, and of parts of the product. Many numbers rounded once differ by the mean of a rounding too. `dense_OI` is
+    rounding of bias and adapters, and of parts of the product, of which one begins with them. Many numbers rounded once differ by the mean of a rounding too. `dense_OI` is
     what stands for the weight, if not all that is stored."""
     dense_OI = dequantize(weight, torch.float64) if dense_OI is None else dense_OI
     expected = exact_product(x, dense_OI, bias, parts)
@@ -79,7 +79,8 @@ def check(y, x, weight, bias=None, parts=(), *, once: bool, dense_OI=None):
         adapters += bias.double().abs()
     rounded = expected.abs()
     if not once:
-        rounded += adapters + PARTS * (sizes.square() @ dense_OI.square().T).sqrt()
+        begins = (expected - x.double() @ dense_OI.T).abs()
+        rounded += adapters + begins + PARTS * (sizes.square() @ dense_OI.square().T).sqrt()
     bound = flips + SUMS * (sizes @ dense_OI.abs().T + adapters)
     bound += 1.01 * ROUNDING * (rounded + bound)
     off = ((y.double() - expected).abs() / bound.clamp(min=1e-300)).nan_to_num(nan=torch.inf)

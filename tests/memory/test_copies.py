@@ -13,8 +13,8 @@ from qerl.memory import GB
         ("0.5b", 132, (), "on"),
         ("0.5b", 14.4, (), "on"),
         ("0.5b", 14.2, (), "off"),
-        ("3b", 132, (), "on"),
-        ("3b", 13, (), "off"),
+        ("3b", 132, (), "off"),
+        ("3b", 132, ("quant.dense_cache=on",), "on"),
         ("7b", 132, (), "auto"),
         ("0.5b", None, (), "off"),
         ("0.5b", 132, ("model.dtype=float32",), "off"),
@@ -24,7 +24,8 @@ from qerl.memory import GB
     ],
 )
 def test_weights_are_kept_dequantized_where_that_is_a_small_share_of_a_gpu(size, gigabytes, settings, choice):
-    """2 bytes a number of weights below 10 million: .72 GB of a 0.5B model, .68 of a 3B (q k v and o), none of a 7B; at most a twentieth of the budget."""
+    """2 bytes a number of weights below 10 million: .72 GB of a 0.5B model, .68 of a 3B (q k v and o), none of a 7B; by itself
+    where that is every weight, and at most a twentieth of the budget."""
     spec, bound = qwen(size), None if gigabytes is None else budget(gigabytes)
     config = configured("rollout.prompts_per_step=4", *settings)
     chosen = memory.resolve(config, spec, bound, device_type="cuda")
