@@ -4,6 +4,7 @@ from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
+from fp4_builders import projections
 
 from qerl.kernels.fp4_linear import middle
 from qerl.kernels.fp4_linear.geometry import best_geometry, decode_geometry, warps
@@ -90,31 +91,25 @@ def test_every_partial_sum_is_read_where_it_was_written(shape, rows):
 
 
 @pytest.mark.parametrize("name", TILED)
-def test_a_fit_is_found_for_every_projection_of_qwen(name):
+def test_a_fit_is_found_for_every_projection_of_published_models(name):
     tile = TILED[name]
-    for hidden, kv, inner in (
-        (896, 128, 4864),
-        (2048, 256, 11008),
-        (3584, 512, 18944),
-        (5120, 1024, 13824),
-        (5120, 1024, 27648),
-    ):
-        for shape in ((hidden + 2 * kv, hidden), (hidden, hidden), (2 * inner, hidden), (hidden, inner)):
-            for ranks in (0, 32, 96):
-                for rows in (8, 16):
-                    found = best_geometry(
-                        rows,
-                        shape,
-                        ranks,
-                        clusters=CLUSTERS.get,
-                        limit=LIMIT,
-                        tile_bytes=tile.tile_bytes,
-                        table_bytes=tile.table_bytes(2048 // rows),
-                    )
-                    if name.startswith("nf4") and (shape[1], rows) == (27648, 16):
-                        continue  # its table leaves no room for 16 rows of a 32B's down with many ranks: two launches of 8
-                    assert found is not None, (shape, ranks, rows)
-                    assert found.shared <= LIMIT
+    for segments, d_in in projections():
+        for ranks in (0, 32, 96):
+            for rows in (8, 16):
+                if name.startswith("nf4") and rows == 16 and d_in >= 27648:
+                    continue  # its table leaves no room for 16 rows of so many inputs: two launches of 8
+                shape = (sum(segments), d_in)
+                found = best_geometry(
+                    rows,
+                    shape,
+                    ranks,
+                    clusters=CLUSTERS.get,
+                    limit=LIMIT,
+                    tile_bytes=tile.tile_bytes,
+                    table_bytes=tile.table_bytes(2048 // rows),
+                )
+                assert found is not None, (shape, ranks, rows)
+                assert found.shared <= LIMIT
 
 
 def test_without_clusters_small_inputs_still_fit():
@@ -142,17 +137,18 @@ H200 = SimpleNamespace(
 
 
 @pytest.mark.parametrize("tokens", [1, 17, 32, 64, 100, 128, 129, 200, 500, 2048])
-@pytest.mark.parametrize(("row_tiles", "units"), [(288, 56), (224, 296), (2368, 56), (56, 14), (2, 1), (3456, 432)])
 @pytest.mark.parametrize("name", TILED)
-def test_the_middle_kernel_gets_a_shape_that_fits(name, tokens, row_tiles, units):
-    shape = middle.choose(tokens, row_tiles, units, H200, name)
-    assert shape.stages >= 4
-    output_tiles = -(-tokens // shape.tokens) * -(-row_tiles * 16 // shape.rows)
-    assert shape.tokens % (8 * shape.cluster) == 0
-    assert shape.tokens * shape.tiles <= 256, "its sums fit into registers"
-    assert shape.shared + shape.static <= LIMIT
-    assert shape.blocks <= 132, "all blocks run at once: they wait for one another"
-    assert shape.blocks <= output_tiles * units * shape.cluster, "none is without work"
+def test_the_middle_kernel_gets_a_shape_that_fits(name, tokens):
+    sizes = {(-(-sum(segments) // 16), -(-d_in // 64)) for segments, d_in in projections()}
+    for row_tiles, units in sorted(sizes | {(56, 14), (2, 1)}):
+        shape = middle.choose(tokens, row_tiles, units, H200, name)
+        assert shape.stages >= 4
+        output_tiles = -(-tokens // shape.tokens) * -(-row_tiles * 16 // shape.rows)
+        assert shape.tokens % (8 * shape.cluster) == 0
+        assert shape.tokens * shape.tiles <= 256, "its sums fit into registers"
+        assert shape.shared + shape.static <= LIMIT
+        assert shape.blocks <= 132, "all blocks run at once: they wait for one another"
+        assert shape.blocks <= output_tiles * units * shape.cluster, "none is without work"
 
 
 def test_few_output_tiles_are_cut_along_the_inputs_and_many_are_shared_out():

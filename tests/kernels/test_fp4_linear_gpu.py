@@ -207,13 +207,19 @@ def test_subnormal_zero_and_largest_scales():
                 check(y, x, weight, once=once(x, tiled))
 
 
-def test_every_output_is_written_and_only_those():
-    segments, d_in = (20, 13, 7), 100
-    tiled = FORMAT.for_device(weight_of(segments, d_in))
-    for rows in (1, 9, 30):
-        torch.full((rows, 40), torch.nan, dtype=torch.bfloat16, device="cuda")
-        with torch.no_grad():
-            assert fp4_linear(cuda(rows, d_in), tiled).isfinite().all()
+def test_every_output_is_written(monkeypatch):
+    """New memory holds NaN, in every regime."""
+    empty = torch.empty
+    segments, d_in = (20, 13, 7), 104
+    weight = weight_of(segments, d_in)
+    tiled, parts = FORMAT.for_device(weight), adapters_of(segments, d_in, 8)
+    for rows in (1, 9, 30, 200, 1100):
+        x = cuda(rows, d_in)
+        for given in ((), parts):
+            with torch.no_grad(), monkeypatch.context() as patched:
+                patched.setattr(torch, "empty", lambda *args, **options: empty(*args, **options).fill_(torch.nan))
+                y = fp4_linear(x, tiled, None, given)
+            check(y, x, weight, None, given, once=once(x, tiled, given))
 
 
 def test_dequantization_is_exact():
