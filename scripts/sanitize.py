@@ -5,9 +5,10 @@
 Tools run side by side, each with a process of its own that runs this file as `--cases`: memcheck over all of them, with torch's allocator asking
 the driver for every tensor, so that a byte beyond one is seen; racecheck (shared memory) and synccheck (barriers) over the CUDA C++ kernels.
 
-Controls come first: 64 threads (or one) write a word each and arrive at an mbarrier, and another warp waits there and reads them. If racecheck calls that
-a race, it does not know the order that such barriers make, and what it reports of kernels that use them (decode, middle) says nothing; it is in the
-file all the same.
+Controls come first. Of one kind, 64 threads (or one) write a word each and arrive at an mbarrier, and another warp, or one lane of it, waits there and reads
+them. Of the other, a warp writes, `__syncthreads` follows, then a wait at an mbarrier that the other block of a cluster fills (as in decode), and another warp reads.
+If racecheck calls one of them a race, it does not know the order that such barriers make, and what it reports of kernels that use them (decode, middle) says
+nothing; it is in the file all the same.
 Exit status 1: another error was found, or a tool did not come to its end.
 """
 
@@ -38,8 +39,13 @@ from qerl.kernels.fp4_linear.shrink import shrink
 
 TOOLS = ("memcheck", "racecheck", "synccheck")
 WITH_MBARRIERS = ("decode", "middle")
-CONTROLS = {"control_of_one": 1, "control_of_64": 64}
-"""Kernel -> threads that arrive."""
+CONTROLS = {
+    "control_of_one": {"ARRIVALS": 1, "READERS": 1},
+    "control_of_64": {"ARRIVALS": 64, "READERS": 1},
+    "control_of_a_warp": {"ARRIVALS": 64, "READERS": 32},
+    "control_of_sums": {},
+}
+"""Kernel -> its macros: threads that arrive, and lanes that wait and read."""
 CONTROL_SOURCE = r"""
 extern "C" __global__ void NAME(const __grid_constant__ unsigned long long out) {
   __shared__ int values[ARRIVALS];
@@ -50,14 +56,49 @@ extern "C" __global__ void NAME(const __grid_constant__ unsigned long long out) 
   if (threadIdx.x < ARRIVALS) {
     static_cast<volatile int*>(values)[threadIdx.x] = 1;
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(address) : "memory");
-  } else if (threadIdx.x == 64) {
+  } else if (threadIdx.x >= 64 && threadIdx.x < 64 + READERS) {
     unsigned done = 0;
     while (!done)
       asm volatile("{.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], 0;\nselp.u32 %0, 1, 0, p;\n}"
                    : "=r"(done) : "r"(address) : "memory");
     int sum = 0;
     for (int i = 0; i < ARRIVALS; ++i) sum += static_cast<volatile int*>(values)[i];
-    *reinterpret_cast<int*>(out) = sum;
+    if (threadIdx.x == 64) *reinterpret_cast<int*>(out) = sum;
+  }
+}
+"""
+SUMS_SOURCE = r"""
+extern "C" __global__ void NAME(const __grid_constant__ unsigned long long out) {
+  __shared__ int values[32];
+  __shared__ __align__(16) int pushed[4];
+  __shared__ unsigned long long barrier;
+  const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(&barrier));
+  if (threadIdx.x == 0) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(address) : "memory");
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  __syncwarp();
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+  if (threadIdx.x == 32) {
+    const unsigned place = static_cast<unsigned>(__cvta_generic_to_shared(pushed));
+    unsigned rank, there, count;
+    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], 16;" ::"r"(address) : "memory");
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(place), "r"(rank ^ 1));
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(count) : "r"(address), "r"(rank ^ 1));
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.s32 [%0], {%1,%1,%1,%1}, [%2];" ::"r"(there), "r"(1), "r"(count)
+                 : "memory");
+  }
+  if (threadIdx.x >= 64) static_cast<volatile int*>(values)[threadIdx.x - 64] = 1;
+  __syncthreads();
+  unsigned done = 0;
+  while (!done)
+    asm volatile("{.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], 0;\nselp.u32 %0, 1, 0, p;\n}"
+                 : "=r"(done) : "r"(address) : "memory");
+  if (threadIdx.x < 32) {
+    int sum = static_cast<volatile int*>(values)[threadIdx.x] + static_cast<volatile int*>(pushed)[threadIdx.x & 3];
+    for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
+    if (threadIdx.x == 0) *reinterpret_cast<int*>(out) = sum;
   }
 }
 """
@@ -87,10 +128,12 @@ class _Out(ctypes.Structure):
 def control(name: str) -> None:
     """Words through shared memory, from one warp or two to another."""
     out = torch.zeros(1, dtype=torch.int32, device=DEVICE)
-    source = CONTROL_SOURCE.replace("NAME", name)
-    code = compile_cuda(source, name=name, arch=architecture(out.device), defines={"ARRIVALS": CONTROLS[name]})
-    Kernel(code, name).launch(Launch(grid=1, block=96), _Out(out.data_ptr()))
-    assert out.item() == CONTROLS[name]
+    macros = CONTROLS[name]
+    source = (CONTROL_SOURCE if macros else SUMS_SOURCE).replace("NAME", name)
+    code = compile_cuda(source, name=name, arch=architecture(out.device), defines=macros)
+    blocks = 1 if macros else 2
+    Kernel(code, name).launch(Launch(grid=blocks, block=96, cluster=blocks), _Out(out.data_ptr()))
+    assert out.item() == macros.get("ARRIVALS", 64)
 
 
 def linear_cases() -> Iterator[tuple[str, Callable[[], Any]]]:
