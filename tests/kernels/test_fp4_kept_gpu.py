@@ -105,6 +105,18 @@ def test_every_shape_agrees_with_float64(rows):
 
 
 @ON_HOPPER
+@pytest.mark.parametrize("rows", [17, SOME, 1000])
+def test_a_row_does_not_depend_on_the_others(rows):
+    segments, d_in = WEIGHTS[0]
+    _, _, weight = pair("nvfp4", segments, d_in)
+    parts, x, other = adapters_of(segments, d_in, 32), cuda(rows, d_in, seed=3), cuda(rows, d_in, seed=4)
+    other[-1] = x[-1]
+    assert regime_of(x, weight, *flatten(parts)) == regimes.KEPT
+    with torch.no_grad():
+        assert torch.equal(fp4_linear(x, weight, None, parts)[-1], fp4_linear(other, weight, None, parts)[-1])
+
+
+@ON_HOPPER
 @pytest.mark.parametrize("name", NAMES[1:])
 def test_other_formats_and_float32_outputs(name):
     segments, d_in = (2048, 256, 256), 2048
