@@ -23,6 +23,8 @@ from qerl.train.timing import StageTimer
 MICRO_BATCH = 8192
 PART = 16
 """A short rollout has this part of the tokens: from it, one of twice as many and micro-batches a speed-up is predicted."""
+LEAST_OF_A_PART = 64
+"""Tokens of a short rollout, at least (a quarter of the rollout at most): sixteen of them are nearly all what a call costs beside its steps."""
 REPEATS = 3
 """Timed runs of a part, after one of the same shape that is not: what a shape needs at its first use is no part of its time."""
 SWITCH_TOKENS = 8
@@ -131,7 +133,7 @@ class Run:
         steps are taken to cost what they do in the middle of the rest of the answers: a step's time grows with the tokens before it,
         evenly.
         """
-        limit = max(1, self.sampled // PART)
+        limit = max(1, self.sampled // PART, min(LEAST_OF_A_PART, self.sampled // 4))
         self.generate(limit)
         self.give_back()
         first = self.generate(limit)
