@@ -138,13 +138,27 @@ def test_rank_32_on_a_half_billion_model_fits_in_60_megabytes(tmp_path):
     assert 40e6 < total < 60e6
 
 
-@pytest.mark.parametrize("content", [b"", b"not a zip"])
-def test_a_damaged_file_is_an_error(tmp_path, content):
+@pytest.mark.parametrize("damage", ["empty", "no archive", "half", "a byte"])
+def test_a_damaged_file_is_an_error(tmp_path, damage):
+    """A copy that was cut off or has a wrong byte too, which end in exceptions of zipfile and zlib."""
     write_checkpoint(tmp_path / "whole", trained())
     write_portable(tmp_path / "whole", tmp_path / "small")
-    (tmp_path / "small" / "portable.npz").write_bytes(content)
+    path = tmp_path / "small" / "portable.npz"
+    whole = path.read_bytes()
+    middle = len(whole) // 2
+    wrong = whole[:middle] + bytes([whole[middle] ^ 255]) + whole[middle + 1 :]
+    path.write_bytes({"empty": b"", "no archive": b"not a zip", "half": whole[:middle], "a byte": wrong}[damage])
     with pytest.raises(CheckpointError, match="cannot be read"):
         expand_portable(tmp_path / "small")
+
+
+@pytest.mark.parametrize("content", [b"", b"broken\n", b"\x80\x02X\x01\x00\x00\x00\xff."])
+def test_no_portable_form_is_made_of_a_damaged_optimizer(tmp_path, content):
+    write_checkpoint(tmp_path / "whole", trained())
+    (tmp_path / "whole" / "optimizer.pt").write_bytes(content)
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        write_portable(tmp_path / "whole", tmp_path / "small")
+    assert not (tmp_path / "small").exists()
 
 
 def test_a_checkpoint_without_an_adapter_is_refused(tmp_path):
