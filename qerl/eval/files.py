@@ -68,6 +68,24 @@ def suite_name(source: str) -> str:
     return path.stem if path.suffix in (".jsonl", ".json", ".parquet") else source if "/" not in source else path.name
 
 
+def suite_names(sources: Sequence[str]) -> dict[str, str]:
+    """What several data sets are called side by side, by source: :func:`suite_name`, after as many of the folders above as tell
+    those of one name apart (``a/test.jsonl`` and ``b/test.jsonl`` are ``a-test`` and ``b-test``)."""
+    names = {}
+    for source in dict.fromkeys(sources):
+        name, others = suite_name(source), [other for other in dict.fromkeys(sources) if other != source]
+        same = [_parents(other) for other in others if suite_name(other) == name]
+        parents = _parents(source)
+        shown = next((n for n in range(len(parents)) if all(parents[:n] != one[:n] for one in same)), len(parents))
+        names[source] = "-".join([*reversed(parents[: shown if same else 0]), name])
+    return names
+
+
+def _parents(source: str) -> tuple[str, ...]:
+    """Names of the folders above a data set, the nearest first."""
+    return tuple(part for part in reversed(Path(source).parent.parts) if part != "/")
+
+
 def question_schema() -> pa.Schema:
     """Columns of an evaluation's parquet file: one row a question."""
     text = pa.string()

@@ -18,7 +18,7 @@ from qerl.config.schema import Config
 from qerl.errors import ConfigError, RunFolderError
 from qerl.eval.compare import Comparison, compare_stored
 from qerl.eval.evaluate import evaluate
-from qerl.eval.files import Measurement, suite_name
+from qerl.eval.files import Measurement, suite_names
 from qerl.eval.noise import NoiseSpread, noise_spread, stored
 from qerl.metrics.run_dir import RunDir
 from qerl.model.aqn import Noise
@@ -153,12 +153,17 @@ def measure(
         on_measured: called with each measurement as it is made.
 
     Raises:
-        ConfigError: there is no evaluation data, or noise is asked for where there is none.
+        ConfigError: there is no evaluation data, data sets cannot be told apart by name, or noise is asked for where there is none.
     """
     config = targets[0][1].config
     names = tuple(suites) or ((config.data.eval,) if config.data.eval is not None else ())
     if not names:
         raise ConfigError("there is no evaluation data", expected=f"a suite, {SOURCES}", remedy="Add --data")
+    called = suite_names(names)
+    if len(set(called.values())) < len(called):
+        raise ConfigError(
+            "two data sets of one evaluation have one name", got=", ".join(called), remedy="Name each of them once"
+        )
     if noise is not None:
         _check_noise(config, targets, noise)
     for text in dict.fromkeys(note for _, target in targets for note in target.notes):
@@ -185,7 +190,7 @@ def measure(
             )
             for text in rewarder.take_warnings():
                 warn(text)
-            measurements.append(Measurement(suite=suite_name(suite), policy=policy, location=suite, result=result))
+            measurements.append(Measurement(suite=called[suite], policy=policy, location=suite, result=result))
             if on_measured is not None:
                 on_measured(measurements[-1])
             return measurements[-1]

@@ -8,8 +8,9 @@ import pytest
 from qerl.config.load import load_config
 from qerl.data.synthetic import arithmetic_problems
 from qerl.errors import ConfigError, RunFolderError
+from qerl.eval.files import suite_name, suite_names
 from qerl.metrics.run_dir import RunDir
-from qerl.train.deployment import NoiseRequest, choose_targets, measure, suite_name
+from qerl.train.deployment import NoiseRequest, choose_targets, measure
 from qerl.train.run import train
 
 SETTINGS = [
@@ -197,6 +198,12 @@ def test_suites_are_called_by_name_or_by_the_stem_of_their_file():
         "gsm8k",
         "svamp",
     ]
+
+
+def test_data_sets_of_one_stem_are_told_apart_by_their_folders():
+    sources = ["a/test.jsonl", "b/test.jsonl", "/x/b/test.jsonl", "gsm8k", "one/gsm8k"]
+    assert list(suite_names(sources).values()) == ["a-test", "b-test", "x-b-test", "gsm8k", "one-gsm8k"]
+    assert suite_names(["data/test.jsonl", "gsm8k:train"]) == {"data/test.jsonl": "test", "gsm8k:train": "gsm8k:train"}
 
 
 def test_checkpoints_of_full_mode_are_models_of_their_own(folder, tmp_path):
