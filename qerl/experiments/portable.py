@@ -27,7 +27,7 @@ from qerl.train.portable import write_portable_run
 PORTABLE = "portable"
 """Folder of the matrix folder with what goes to another machine."""
 DONE = ("finished", "failed", "invalid")
-"""States in which a cell does not go on."""
+"""States in which a cell does not go on by itself; a failed one does with ``--retry``, and so keeps its checkpoint."""
 LOOK_SECONDS = 1.0
 """Between two looks for new checkpoints."""
 WRITERS = 8
@@ -108,11 +108,22 @@ class Portable:
         if is_held(work_folder(self._plan.out, cell.name)) or _same(run.cell_path, target / run.cell_path.name):
             return
         if run.holds_a_run():
-            write_portable_run(run, target, checkpoint=self._plan.state(cell) not in DONE and not _is_full(cell))
+            self._write_run(cell, run, target)
         elif run.cell_path.exists():
             with whole_folder(target) as folder:
                 shutil.copyfile(run.cell_path, folder / run.cell_path.name)
         self._write_common()
+
+    def _write_run(self, cell: Cell, run: RunDir, target: Path) -> None:
+        state = self._plan.state(cell)
+        try:
+            write_portable_run(run, target, checkpoint=(state not in DONE or state == "failed") and not _is_full(cell))
+        except CheckpointError:
+            if state != "failed":
+                raise
+            # What was carried before it failed is better than nothing.
+            if RunDir(target).latest_checkpoint() is None:
+                write_portable_run(run, target, checkpoint=False)
 
     def _write_at_work(self, cell: Cell) -> None:
         """What a cell at work has saved. Where it is replaced by the next checkpoint meanwhile, that one is carried."""

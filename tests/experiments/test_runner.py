@@ -134,7 +134,9 @@ def test_what_is_portable_holds_every_cell_and_no_records(done):
         str(path.relative_to(plan.out / "portable")) for path in (plan.out / "portable").rglob("*") if path.is_file()
     }
     assert {"matrix.json", "probe.json", "plain-lr0.001-s0/cell.json", "plain-lr1e+30-s0/metrics.jsonl"} <= names
-    assert not [name for name in names if "rollouts" in name or "adapters" in name or "portable.npz" in name]
+    assert not [name for name in names if "rollouts" in name or "adapters" in name]
+    with_checkpoint = {name.split("/")[0] for name in names if "portable.npz" in name}
+    assert with_checkpoint == {"plain-lr1e+30-s0", "noisy-lr1e+30-s0"}, "failed ones alone: --retry goes on from it"
 
 
 def test_a_changed_matrix_does_not_mix_with_what_has_run(done):
