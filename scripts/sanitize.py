@@ -1,4 +1,4 @@
-"""Every kernel of the package on small shapes under compute-sanitizer.
+"""The CUDA C++ kernels and most Triton ones on small shapes under compute-sanitizer.
 
     python scripts/sanitize.py [--out results/sanitizer.json] [--tools memcheck,racecheck,synccheck] [--seconds 60]
 
