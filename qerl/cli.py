@@ -10,13 +10,9 @@ from __future__ import annotations
 import json
 import os
 import signal
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from types import FrameType
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import rich
 import typer
@@ -26,6 +22,7 @@ from typer.core import TyperGroup
 from qerl.errors import ConfigError, QerlError, RunStopped
 from qerl.metrics.files import cannot_write, is_full
 from qerl.metrics.terminal import print_facts, progress_bar, stderr, warn
+from qerl.signals import Signalled, Signals
 from qerl.verbs.benching import bench
 from qerl.verbs.evaluation import evaluate
 from qerl.verbs.experiments import MATRIX_EXAMPLES, RESULTS_EXAMPLES, matrix, results
@@ -44,8 +41,6 @@ from qerl.verbs.planning import plan
 from qerl.verbs.reporting import REPORT_EXAMPLES, report
 from qerl.verbs.watching import watch
 
-INTERRUPTED, TERMINATED = 130, 143
-"""Exit codes after Ctrl-C and after SIGTERM, as shells have them."""
 GO_ON = {
     "train": " before the first step; nothing was changed",
     "quantize": "; the same command goes on after the last whole layer",
@@ -81,52 +76,40 @@ def _examples(verb: str) -> str:
     return "\n\n".join(["[bold]Examples[/]", *(f"  qerl {verb} {arguments}" for arguments in EXAMPLES[verb])])
 
 
-class _Terminated(KeyboardInterrupt):
-    """SIGTERM came: the command ends as after Ctrl-C."""
-
-
-@contextmanager
-def _terminating() -> Iterator[None]:
-    """SIGTERM raises in the main thread, unless what runs has a handler of its own."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def end(number: int, frame: FrameType | None) -> None:
-        raise _Terminated
-
-    previous = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)
-
-
 class _Commands(TyperGroup):
-    """Turns the errors that a user can cause into a message and an exit code."""
+    """Turns signals and the errors that a user can cause into a message and an exit code."""
 
     def invoke(self, ctx: Any) -> Any:
-        try:
-            with _terminating():
+        with Signals() as signals:
+            try:
                 return super().invoke(ctx)
-        except QerlError as error:
-            stderr().print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
-            raise typer.Exit(error.exit_code) from None
-        except OSError as error:
-            # What a command prints goes to a file on a full disk; anything else is a fault of ours.
-            if not is_full(error):
-                raise
-            stderr().print(
-                f"[bold red]error:[/] {cannot_write(Path('the output'), error)}", highlight=False, soft_wrap=True
-            )
-            raise typer.Exit(2) from None
-        except RunStopped as stop:
-            stderr().print(f"[yellow]{escape(str(stop))}[/]", highlight=False, soft_wrap=True)
-            raise typer.Exit(stop.exit_code) from None
-        except KeyboardInterrupt as stop:
-            ended, code = ("terminated", TERMINATED) if isinstance(stop, _Terminated) else ("interrupted", INTERRUPTED)
-            stderr().print(f"[yellow]{ended}{GO_ON.get(ctx.invoked_subcommand, '')}[/]", soft_wrap=True)
-            raise typer.Exit(code) from None
+            except RunStopped as stop:
+                stderr().print(f"[yellow]{escape(str(stop))}[/]", highlight=False, soft_wrap=True)
+                raise typer.Exit(stop.exit_code) from None
+            except KeyboardInterrupt as stop:
+                self._end(ctx, stop.number if isinstance(stop, Signalled) else signal.SIGINT)
+            except Exception as error:  # noqa: BLE001 (compiled code makes any error of a signal; what is not known is raised again)
+                if signals.number is not None and signals.swallowed_by(error):
+                    self._end(ctx, signals.number)
+                self._refuse(error)
+
+    def _end(self, ctx: Any, number: int) -> NoReturn:
+        """After a signal; exit codes as shells have them: 130 after Ctrl-C, 143 after SIGTERM."""
+        ended = "terminated" if number == signal.SIGTERM else "interrupted"
+        stderr().print(f"[yellow]{ended}{GO_ON.get(ctx.invoked_subcommand, '')}[/]", soft_wrap=True)
+        raise typer.Exit(128 + number) from None
+
+    def _refuse(self, error: Exception) -> NoReturn:
+        """What a user can cause, as a message; anything else is a fault of ours, which is raised again."""
+        if isinstance(error, QerlError):
+            text, code = str(error), error.exit_code
+        elif isinstance(error, OSError) and is_full(error):
+            # What a command prints goes to a file on a full disk.
+            text, code = str(cannot_write(Path("the output"), error)), 2
+        else:
+            raise error
+        stderr().print(f"[bold red]error:[/] {escape(text)}", highlight=False, soft_wrap=True)
+        raise typer.Exit(code) from None
 
 
 app = typer.Typer(

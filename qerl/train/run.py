@@ -123,7 +123,9 @@ def run_to_end(
                 report = str(write_report(trainer.run.path))
             except MissingDependencyError as error:
                 report = f"not written: {error}; then `qerl report {trainer.run.path}`"
-        except KeyboardInterrupt:
+        except BaseException as error:
+            if not isinstance(error, KeyboardInterrupt) and not stop.swallowed_by(error):
+                raise
             raise RunStopped(stopped_at_once(trainer.run, again), stop.signal_number or signal.SIGINT) from None
         finally:
             trainer.progress.close()

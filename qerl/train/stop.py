@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable
 from types import FrameType, TracebackType
 
+from qerl.signals import follows_an_interrupt
+
 AFTER_STEP = "{name}: stopping after this step, which will be saved; again to stop at once and lose it"
 AT_ONCE = "{name} again: stopping at once"
 
@@ -21,10 +23,12 @@ class StopRequest:
 
     Attributes:
         signal_number: the signal that came last; None before one has come.
+        at_once: whether a second one came, which raises KeyboardInterrupt.
     """
 
     def __init__(self, say: Callable[[str], None]):
         self.signal_number: int | None = None
+        self.at_once = False
         self._say = say
         self._previous: dict[int, object] = {}
 
@@ -47,10 +51,14 @@ class StopRequest:
             signal.signal(number, handler)  # type: ignore[arg-type]
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        again, self.signal_number = self.requested, number
-        self._say((AT_ONCE if again else AFTER_STEP).format(name=signal.Signals(number).name))
-        if again:
+        self.at_once, self.signal_number = self.requested, number
+        self._say((AT_ONCE if self.at_once else AFTER_STEP).format(name=signal.Signals(number).name))
+        if self.at_once:
             raise KeyboardInterrupt
+
+    def swallowed_by(self, error: BaseException) -> bool:
+        """Whether ``error`` is what compiled code made of the second signal's KeyboardInterrupt; see :class:`qerl.signals.Signals`."""
+        return self.at_once and not follows_an_interrupt(error)
 
 
 class Deadline:

@@ -162,21 +162,23 @@ def test_one_signal_ends_the_run_after_its_step_with_an_exit_code_of_its_own(tmp
     assert folder.read_json("summary.json")["status"] == "interrupted" and folder.report_path.exists()
 
 
-def test_a_second_signal_ends_the_run_at_once_and_says_what_is_lost(run, monkeypatch, capfd):
-    def stops(self):
-        gc.disable()  # Python drops what a signal handler raises inside a collector's callback
-        try:
-            signal.raise_signal(signal.SIGINT)
-            signal.raise_signal(signal.SIGINT)
-        finally:
-            gc.enable()
+def interrupt_twice() -> None:
+    """Ctrl-C and again."""
+    gc.disable()  # Python drops what a signal handler raises inside a collector's callback
+    try:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+    finally:
+        gc.enable()
 
+
+def test_a_second_signal_ends_the_run_at_once_and_says_what_is_lost(run, monkeypatch, capfd):
     real, calls = loop.Trainer.step, []
 
     def step(self):
         calls.append(1)
         if len(calls) == 2:
-            stops(self)
+            interrupt_twice()
         return real(self)
 
     monkeypatch.setattr(loop.Trainer, "step", step)
@@ -187,6 +189,19 @@ def test_a_second_signal_ends_the_run_at_once_and_says_what_is_lost(run, monkeyp
     calls[:] = [1]
     with pytest.raises(RunStopped, match=r"no checkpoint had been written. Delete .*other"):
         run("train.save_every=0", name="other")
+
+
+def test_a_second_signal_that_compiled_code_makes_an_error_of_ends_the_run_likewise(run, monkeypatch):
+    class Measured:
+        def __len__(self):
+            return 2
+
+        def __getitem__(self, index):
+            interrupt_twice()
+
+    monkeypatch.setattr(loop.Trainer, "step", lambda self: torch.tensor(Measured()))
+    with pytest.raises(RunStopped, match="no checkpoint had been written"):
+        run()
 
 
 def test_an_interrupt_before_the_first_step_leaves_nothing_behind(run, tmp_path, monkeypatch):
