@@ -22,7 +22,7 @@ PACKAGE = ROOT / "qerl"
 LONGEST_FILE = 400
 
 ORDER = (
-    ("errors",),
+    ("errors", "signals"),
     ("config",),
     ("formats",),
     ("kernels",),
