@@ -56,9 +56,7 @@ def sources_for(arch: str):
     return PLAIN + (CLUSTERS if arch.endswith("a") else []) + (HOPPER if arch == "sm_90a" else [])
 
 
-needs_compiler = pytest.mark.skipif(
-    compiler.load_nvrtc() is None and compiler.find_nvcc() is None, reason="neither NVRTC nor nvcc is installed"
-)
+needs_compiler = pytest.mark.skipif(not compiler.has_compiler(), reason="neither NVRTC nor nvcc is installed")
 
 
 @needs_compiler
@@ -105,17 +103,6 @@ def test_the_middle_kernel_expands_weights_while_products_are_under_way(name, to
     report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     assert "serialized" not in report
     assert int(re.search(r"(\d+) bytes spill stores", report)[1]) <= 256
-
-
-def test_without_a_compiler_the_error_names_the_choices(monkeypatch):
-    monkeypatch.setattr(compiler, "load_nvrtc", lambda: None)
-    monkeypatch.setattr(compiler, "find_nvcc", lambda: None)
-    compiler._compiler.cache_clear()
-    try:
-        with pytest.raises(KernelUnavailableError, match=r"no compiler.*NVRTC or nvcc.*kernel=reference"):
-            compiler.compile_cuda("", name="k", arch="sm_90a")
-    finally:
-        compiler._compiler.cache_clear()
 
 
 @needs_compiler
