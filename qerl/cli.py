@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -21,7 +22,7 @@ from typer.core import TyperGroup
 
 from qerl.errors import ConfigError, QerlError, RunStopped
 from qerl.metrics.files import cannot_write, is_full
-from qerl.metrics.terminal import print_facts, progress_bar, stderr, warn
+from qerl.metrics.terminal import LastingStream, print_facts, progress_bar, stderr, warn
 from qerl.signals import Signalled, Signals
 from qerl.verbs.benching import bench
 from qerl.verbs.evaluation import evaluate
@@ -41,6 +42,7 @@ from qerl.verbs.planning import plan
 from qerl.verbs.reporting import REPORT_EXAMPLES, report
 from qerl.verbs.watching import watch
 
+ENDED = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated", signal.SIGHUP: "the terminal closed"}
 GO_ON = {
     "train": " before the first step; nothing was changed",
     "quantize": "; the same command goes on after the last whole layer",
@@ -84,8 +86,7 @@ class _Commands(TyperGroup):
             try:
                 return super().invoke(ctx)
             except RunStopped as stop:
-                stderr().print(f"[yellow]{escape(str(stop))}[/]", highlight=False, soft_wrap=True)
-                raise typer.Exit(stop.exit_code) from None
+                self._leave(str(stop), stop.exit_code)
             except KeyboardInterrupt as stop:
                 self._end(ctx, stop.number if isinstance(stop, Signalled) else signal.SIGINT)
             except Exception as error:  # noqa: BLE001 (compiled code makes any error of a signal; what is not known is raised again)
@@ -94,10 +95,14 @@ class _Commands(TyperGroup):
                 self._refuse(error)
 
     def _end(self, ctx: Any, number: int) -> NoReturn:
-        """After a signal; exit codes as shells have them: 130 after Ctrl-C, 143 after SIGTERM."""
-        ended = "terminated" if number == signal.SIGTERM else "interrupted"
-        stderr().print(f"[yellow]{ended}{GO_ON.get(ctx.invoked_subcommand, '')}[/]", soft_wrap=True)
-        raise typer.Exit(128 + number) from None
+        """After a signal; exit codes as shells have them: 130 after Ctrl-C, 143 after SIGTERM, 129 when the terminal closed."""
+        self._leave(ENDED[signal.Signals(number)] + GO_ON.get(ctx.invoked_subcommand, ""), 128 + number)
+
+    def _leave(self, text: str, code: int) -> NoReturn:
+        """The last words after a signal. The terminal may be gone; then what is still buffered must not fail the exit code."""
+        stderr().print(f"[yellow]{escape(text)}[/]", highlight=False, soft_wrap=True)
+        LastingStream(sys.stdout).flush()
+        raise typer.Exit(code) from None
 
     def _refuse(self, error: Exception) -> NoReturn:
         """What a user can cause, as a message; anything else is a fault of ours, which is raised again."""

@@ -90,13 +90,13 @@ class RunStopped(KeyboardInterrupt):
 
     Args:
         message: what was kept, and what the user can do next.
-        signal_number: SIGINT or SIGTERM.
+        signal_number: one of ``signals.STOPS``.
     """
 
     def __init__(self, message: str, signal_number: int):
         super().__init__(message)
         self.exit_code = 128 + signal_number
-        """As shells have it: 130 after SIGINT (Ctrl-C), 143 after SIGTERM."""
+        """As shells have it: 130 after SIGINT (Ctrl-C), 143 after SIGTERM, 129 after SIGHUP."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:

@@ -1,4 +1,5 @@
-"""Ctrl-C and SIGTERM end a command with an exit code of its own, also where compiled code drops what a signal handler raises."""
+"""Ctrl-C, SIGTERM and a terminal that closes end a command with an exit code of its own, also where compiled code drops what a signal
+handler raises."""
 
 from __future__ import annotations
 
@@ -6,12 +7,15 @@ import signal
 import threading
 from types import FrameType, TracebackType
 
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Signals that end a command in words: Ctrl-C, a request to end, a terminal that closes."""
+
 
 class Signalled(KeyboardInterrupt):
     """A signal came and the command ends.
 
     Args:
-        number: SIGINT or SIGTERM.
+        number: one of ``STOPS``.
     """
 
     def __init__(self, number: int):
@@ -20,8 +24,8 @@ class Signalled(KeyboardInterrupt):
 
 
 class Signals:
-    """Context manager in which SIGINT and SIGTERM raise :class:`Signalled` in the main thread, unless what runs has handlers of its
-    own. Off the main thread it does nothing, and a signal that is ignored (a job in the background) stays so.
+    """Context manager in which each of ``STOPS`` raises :class:`Signalled` in the main thread, unless what runs has handlers of its
+    own. Off the main thread it does nothing, and a signal that is ignored (a job in the background, nohup) stays so.
 
     A handler runs between two byte codes of whatever Python runs then, which may be a method that torch or numpy called: they
     clear what it raised and report an error of their own, such as ``ValueError: could not determine the shape``.
@@ -37,7 +41,7 @@ class Signals:
 
     def __enter__(self) -> Signals:
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
+            for number in STOPS:
                 if signal.getsignal(number) != signal.SIG_IGN:
                     self._previous[number] = signal.signal(number, self._handle)
         return self
@@ -56,6 +60,11 @@ class Signals:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.number = number
         raise Signalled(number)
+
+
+def is_ctrl_c(error: KeyboardInterrupt) -> bool:
+    """Whether an interrupt is Python's own, or comes of SIGINT: the user's wish, where other signals end the command."""
+    return not isinstance(error, Signalled) or error.number == signal.SIGINT
 
 
 def follows_an_interrupt(error: BaseException) -> bool:

@@ -81,7 +81,7 @@ class Pool:
 
     @contextmanager
     def passing_signals_on(self) -> Iterator[Callable[[], bool]]:
-        """Within it the first Ctrl-C or SIGTERM stops every cell after its step, and a second one ends them at once. Yields
+        """Within it the first stop signal stops every cell after its step, and a second one ends them at once. Yields
         whether a signal has come.
 
         Raises:

@@ -14,6 +14,8 @@ from threading import Thread
 from typing import TYPE_CHECKING
 
 from qerl.errors import RunStopped
+from qerl.metrics.terminal import LastingStream
+from qerl.signals import STOPS
 from qerl.train.stop import StopRequest
 
 if TYPE_CHECKING:
@@ -21,7 +23,6 @@ if TYPE_CHECKING:
 
 STARTING_SECONDS = 5.0
 """Kept back for importing and checking in the new process."""
-STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 LOOK_SECONDS = 0.1
 """Between two looks at running processes."""
 AGAIN = "The same matrix command"
@@ -94,10 +95,11 @@ class Child:
     def _pass_on(self, name: str) -> None:
         """Print what it prints, line by line, with its name."""
         assert self._process.stdout is not None
+        shown = LastingStream(sys.stdout)
         with self._process.stdout as lines:
             for line in lines:
-                sys.stdout.write(f"{name}: {line}")
-                sys.stdout.flush()
+                shown.write(f"{name}: {line}")
+                shown.flush()
 
     @property
     def running(self) -> bool:
@@ -121,7 +123,7 @@ class Child:
         text = self._errors.read()
         self._errors.close()
         before = "" if self._name is None else f"{self._name}: "
-        sys.stderr.write("".join(before + line for line in text.splitlines(keepends=True)))
+        LastingStream(sys.stderr).write("".join(before + line for line in text.splitlines(keepends=True)))
         last = text.strip().splitlines()[-1:] or ["no message"]
         return Ending(code=code, last_words=last[0])
 
@@ -129,7 +131,7 @@ class Child:
 def run_child(plan: Plan, arguments: Sequence[str]) -> str | None:
     """Run ``qerl matrix`` in a process of its own and wait; returns why it ended badly (codes 0 and 1 are answers), or None.
 
-    The first Ctrl-C or SIGTERM is passed on once, so that a cell stops after its step; a second one ends it at once.
+    The first stop signal is passed on once, so that a cell stops after its step; a second one ends it at once.
 
     Args:
         plan: names the matrix file, its settings and its folder.

@@ -20,6 +20,8 @@ from qerl.experiments.manifest import Manifest, work_folder
 from qerl.metrics.console import duration
 from qerl.metrics.run_dir import RunDir
 from qerl.metrics.run_lock import is_held
+from qerl.metrics.terminal import console as lasting_console
+from qerl.signals import is_ctrl_c
 
 MatrixEnding = Literal["finished", "stopped", "left"]
 """How the watch ended: nothing is left to do, no cell is at work, or the reader."""
@@ -81,7 +83,7 @@ def watch_matrix(
         RunFolderError: a damaged file.
     """
     # Into a file or a pipe nothing is cut off.
-    console = console or (Console() if sys.stdout.isatty() else Console(width=PLAIN_WIDTH))
+    console = console or lasting_console(width=None if sys.stdout.isatty() else PLAIN_WIDTH)
     if once:
         console.print(_table(cell_lines(folder)))
         return None
@@ -105,7 +107,9 @@ def watch_matrix(
                 console.print("no cell is at work; the matrix command goes on", markup=False)
                 return "stopped"
             sleep(every)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stop:
+        if not is_ctrl_c(stop):
+            raise
         return "left"
     finally:
         if live is not None:

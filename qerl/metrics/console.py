@@ -20,6 +20,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from qerl.metrics.terminal import console as lasting_console
+
 Mode = Literal["auto", "live", "plain", "off"]
 
 BLOCKS = "▁▂▃▄▅▆▇█"
@@ -80,23 +82,6 @@ class TimeLeft:
         return max(between, 0) + (1 if self._after and step < self._total else 0)
 
 
-class LastingConsole(Console):
-    """A console that goes quiet when nobody reads it any more; rich's own ends the process, and with it the run."""
-
-    def on_broken_pipe(self) -> None:
-        _go_quiet(self)
-
-
-def _go_quiet(console: Console) -> None:
-    """Prints nothing from here on; what is still buffered goes nowhere, so that the end of the process does not fail either."""
-    console.quiet = True
-    with contextlib.suppress(OSError, ValueError):
-        number = console.file.fileno()
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, number)
-        os.close(nowhere)
-
-
 class Progress:
     """Shows a run as it goes. A display that fails (a closed pipe, say) ends; the run does not.
 
@@ -121,7 +106,7 @@ class Progress:
         clock: Callable[[], float] = time.monotonic,
         since: float | None = None,
     ):
-        self._console = console or LastingConsole(highlight=False)
+        self._console = console or lasting_console(highlight=False)
         if mode == "auto":
             mode = "live" if self._console.is_terminal and not self._console.is_dumb_terminal else "plain"
         self.mode = mode
@@ -215,11 +200,7 @@ class Progress:
 
     def _print(self, content: RenderableType) -> None:
         # A pipe has no width: lines stay whole there, and wrap at words on a terminal.
-        try:
-            self._console.print(content, soft_wrap=not self._console.is_terminal)
-        except (OSError, ValueError):
-            # A full disk behind a redirection, or a stream that was closed.
-            _go_quiet(self._console)
+        self._console.print(content, soft_wrap=not self._console.is_terminal)
 
     def _print_values(self, values: Mapping[str, Any]) -> None:
         """Prints names and values in two columns, between empty lines."""

@@ -1,19 +1,71 @@
-"""What commands print besides a run's own display (``metrics.console``): facts, warnings, a progress bar."""
+"""Where commands print, and what they print besides a run's own display (``metrics.console``): facts, warnings, a progress bar."""
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any
+from contextlib import contextmanager, suppress
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 
+class LastingStream:
+    """A stream that goes quiet when it cannot be written any more (a pipe that nobody reads, a terminal that has closed, a full disk
+    behind a redirection), so that what is said ends and the work does not.
+
+    Args:
+        stream: what is written to.
+    """
+
+    def __init__(self, stream: TextIO):
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """Characters that were taken."""
+        try:
+            return self._stream.write(text)
+        except UnicodeEncodeError:
+            encoding = self._stream.encoding
+            return self.write(text.encode(encoding, "replace").decode(encoding))
+        except (OSError, ValueError):
+            self._go_quiet()
+        return len(text)
+
+    def flush(self) -> None:
+        """Hands what was written to the operating system."""
+        try:
+            self._stream.flush()
+        except (OSError, ValueError):
+            self._go_quiet()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def _go_quiet(self) -> None:
+        """What is still buffered goes nowhere too, so that the end of the process does not fail either."""
+        with suppress(OSError, ValueError):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self._stream.fileno())
+            os.close(nowhere)
+
+
+def console(file: TextIO | None = None, **options: Any) -> Console:
+    """A console on a lasting stream.
+
+    Args:
+        file: where it writes; None is standard output.
+        options: of rich's ``Console``.
+    """
+    return Console(file=LastingStream(file or sys.stdout), **options)  # type: ignore[arg-type]
+
+
 def stderr() -> Console:
     """A console on standard error, where messages go so that standard output holds results alone."""
-    return Console(stderr=True)
+    return console(sys.stderr)
 
 
 def warn(text: str) -> None:

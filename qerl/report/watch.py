@@ -14,6 +14,7 @@ from qerl.metrics.run_dir import RunDir
 from qerl.metrics.run_lock import is_held
 from qerl.report.collect import RunData, alarm_warnings, read_run
 from qerl.report.html import method_line
+from qerl.signals import is_ctrl_c
 
 Ending = Literal["finished", "interrupted", "stopped", "silent", "left"]
 """How the watch ended: the run's own status, a run whose process is gone, one that wrote nothing for long, or the reader."""
@@ -76,7 +77,9 @@ def watch(
             if display.mode == "live":
                 display.note(_pause(run, clock()))
             sleep(every)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stop:
+        if not is_ctrl_c(stop):
+            raise
         display.finish({"left": f"at step {data.last_step}; the run is not touched"})
         return "left"
     finally:

@@ -8,14 +8,14 @@ import time
 from collections.abc import Callable
 from types import FrameType, TracebackType
 
-from qerl.signals import follows_an_interrupt
+from qerl.signals import STOPS, follows_an_interrupt
 
 AFTER_STEP = "{name}: stopping after this step, which will be saved; again to stop at once and lose it"
 AT_ONCE = "{name} again: stopping at once"
 
 
 class StopRequest:
-    """Context manager that turns the first SIGINT, SIGTERM or SIGHUP (a terminal that closes) into a flag. Off the main thread it does
+    """Context manager that turns the first of the signals ``STOPS`` into a flag. Off the main thread it does
     nothing, and a SIGHUP that is ignored (nohup) stays so.
 
     Args:
@@ -39,7 +39,7 @@ class StopRequest:
 
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            for number in STOPS:
                 if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
                     self._previous[number] = signal.signal(number, self._handle)
         return self

@@ -1,11 +1,13 @@
 import io
 import os
+import pty
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from qerl.metrics.console import BLOCKS, LastingConsole, Progress, TimeLeft, duration, sparkline
+from qerl.metrics import terminal
+from qerl.metrics.console import BLOCKS, Progress, TimeLeft, duration, sparkline
 
 
 class Clock:
@@ -183,7 +185,7 @@ def full_disk():
 @pytest.mark.parametrize("mode", ["plain", "live"])
 def test_a_display_that_nobody_can_read_ends_and_the_run_goes_on(stream, mode):
     with stream() as file:
-        progress = Progress(3, mode, console=LastingConsole(file=file, force_terminal=mode == "live"))
+        progress = Progress(3, mode, console=terminal.console(file, force_terminal=mode == "live"))
         progress.start({"run": "x"})
         for step in (1, 2, 3):
             progress.step(row(step))
@@ -194,9 +196,29 @@ def test_a_display_that_nobody_can_read_ends_and_the_run_goes_on(stream, mode):
 
 def test_a_display_that_was_closed_ends_quietly():
     file = io.StringIO()
-    progress = Progress(3, "plain", console=LastingConsole(file=file))
+    progress = Progress(3, "plain", console=terminal.console(file))
     file.close()
     progress.step(row(1))
+
+
+def test_a_terminal_that_closes_while_a_display_is_live_ends_the_display_alone():
+    """Every write to it fails from then on."""
+    master, slave = pty.openpty()
+    with os.fdopen(slave, "w") as file:
+        progress = Progress(3, "live", console=terminal.console(file))
+        progress.start({"run": "x"})
+        assert progress.mode == "live" and os.read(master, 100)
+        os.close(master)
+        progress.step(row(1))
+        progress.warn("something")
+        progress.finish({"status": "finished"})
+
+
+def test_what_a_stream_has_no_letters_for_is_replaced():
+    raw = io.BytesIO()
+    file = io.TextIOWrapper(raw, encoding="ascii")
+    terminal.console(file).print("27.5 % \u2192 29.8 %")
+    assert raw.getvalue() == b"27.5 % ? 29.8 %\n"
 
 
 def test_what_must_be_said_is_said_in_every_mode(capfd):
