@@ -15,6 +15,7 @@ from qerl.experiments.plan import Plan
 from qerl.experiments.process import AGAIN
 from qerl.experiments.shared import evaluate_before
 from qerl.experiments.summary import write_cell_summary
+from qerl.metrics.files import whole_file
 from qerl.metrics.run_dir import RunDir
 from qerl.metrics.run_lock import RunLock
 from qerl.train.run import train
@@ -144,7 +145,8 @@ def _prepare(plan: Plan, run: RunDir) -> bool:
     shared = RunDir(plan.out).probe_path
     if shared.exists():
         run.path.mkdir(parents=True)
-        shutil.copyfile(shared, run.probe_path)
+        with whole_file(run.probe_path) as copy:
+            shutil.copyfile(shared, copy)
     return False
 
 
@@ -152,4 +154,5 @@ def share_probe(plan: Plan, run: RunDir) -> None:
     """The first cell's probe set becomes that of all: entropies are compared on one set."""
     shared = RunDir(plan.out).probe_path
     if run.probe_path.exists() and not shared.exists():
-        shutil.copyfile(run.probe_path, shared)
+        with whole_file(shared) as copy:
+            shutil.copyfile(run.probe_path, copy)

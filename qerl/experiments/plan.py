@@ -20,7 +20,7 @@ from qerl.experiments.manifest import Manifest
 from qerl.experiments.matched import outdated
 from qerl.experiments.schema import FinalConfig, MatrixConfig
 from qerl.experiments.statistics import detectable_difference
-from qerl.metrics.files import check_writable
+from qerl.metrics.files import check_writable, recover_folders
 from qerl.metrics.run_dir import RunDir
 from qerl.model.aqn import places
 from qerl.model.checkpoint import check_targets
@@ -92,6 +92,7 @@ def open_plan(
             expected="a folder without one",
             remedy="Choose another --out",
         )
+    recover_folders(folder)
     manifest = Manifest(folder)
     known = manifest.read()
     if known.get("matrix", matrix.name) != matrix.name:

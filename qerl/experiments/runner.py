@@ -60,13 +60,15 @@ def run_matrix(path: Path, settings: Sequence[str], out: Path | None, orders: Or
 
     Raises:
         ConfigError: the matrix or the orders are refused.
-        RunStopped: SIGINT or SIGTERM ended it; what was reached is kept.
+        RunStopped: a signal ended it; what was reached is kept.
     """
     deadline = Deadline(None if orders.max_minutes is None else 60 * orders.max_minutes - RESERVED_SECONDS)
     plan = open_plan(path, settings, out, data=not orders.own_process, only=orders.only if orders.own_process else None)
     check_orders(plan, orders)
     if not orders.own_process:
         record_plan(plan)
+        for cell in plan.cells:
+            plan.run(cell).recover()
     for cell in plan.cells:
         if cell.problem is not None:
             say(f"{cell.name}: invalid, left out: {cell.problem}")

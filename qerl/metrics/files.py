@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import math
 import numbers
@@ -19,6 +20,9 @@ from safetensors import SafetensorError
 from qerl.errors import OutputError
 
 _TEMPORARY = ".tmp-"
+_OLD = ".old"
+WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
+"""What a file system says that has no locks."""
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -45,6 +49,9 @@ def whole_file(path: Path) -> Iterator[Path]:
 def whole_folder(path: Path) -> Iterator[Path]:
     """A temporary folder to fill; it becomes ``path``, in place of an older one, when the block ends well.
 
+    The older one is renamed, the new one takes its name, and then the older one is removed: a process that is killed between any two
+    leaves one of them whole, which :func:`recover_folders` gives its name back.
+
     Raises:
         OutputError: the disk is full, or ``path`` cannot be written for another reason of the system's.
     """
@@ -55,11 +62,93 @@ def whole_folder(path: Path) -> Iterator[Path]:
         temporary.mkdir()
         try:
             yield temporary
-            if path.exists():
-                shutil.rmtree(path)
-            temporary.rename(path)
+            _replace(temporary, path)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _replace(new: Path, path: Path) -> None:
+    """Give ``new`` the name of ``path``; a folder that has it is removed, and has it again if something goes wrong."""
+    with _alone_in(path.parent):
+        _recover(path)
+        try:
+            if path.exists():
+                path.rename(_aside(path))
+            new.rename(path)
+        finally:
+            _recover(path)
+
+
+def recover_folders(parent: Path) -> None:
+    """Finish what processes began that were killed while they replaced a folder of ``parent``: the older folder gets its name back, or
+    goes where the new one has it. May be called while other processes write there.
+
+    Raises:
+        OutputError: the system refuses.
+    """
+    if not parent.is_dir():
+        return
+    with output_errors(parent), _alone_in(parent):
+        for path in sorted(parent.glob(f".*{_OLD}")):
+            _recover(path.with_name(path.name[1 : -len(_OLD)]))
+
+
+def remove_leftovers(parent: Path) -> None:
+    """Remove what processes of this machine that are gone left half written in ``parent``."""
+    for path in sorted(parent.glob(f".*{_TEMPORARY}*")):
+        number = path.name.rpartition(_TEMPORARY)[2]
+        if number.isdigit() and not _is_alive(int(number)):
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+
+
+def _recover(path: Path) -> None:
+    aside = _aside(path)
+    if not aside.exists():
+        return
+    if path.exists():
+        shutil.rmtree(aside)
+    else:
+        aside.rename(path)
+
+
+def _aside(path: Path) -> Path:
+    return path.with_name(f".{path.name}{_OLD}")
+
+
+def _is_alive(number: int) -> bool:
+    try:
+        os.kill(number, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """No other process or thread replaces a folder in ``folder`` meanwhile."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        wait_for_lock(descriptor)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def wait_for_lock(file: int) -> None:
+    """Wait until the operating system's lock on an open file is this process's alone; it ends when the file is closed. A file system
+    without locks has none.
+
+    Args:
+        file: descriptor of a file or a folder.
+    """
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX)
+    except OSError as error:
+        # A network's file system may refuse to lock what is open for reading alone, as a folder is.
+        if error.errno not in (*WITHOUT_LOCKS, errno.EBADF):
+            raise
 
 
 @contextmanager

@@ -37,7 +37,7 @@ from typing import Any, BinaryIO
 
 from qerl.errors import RunFolderError, nearest
 from qerl.metrics.behavior import write_behavior
-from qerl.metrics.files import is_temporary, output_errors, to_json, whole_file, write_json
+from qerl.metrics.files import is_temporary, output_errors, recover_folders, to_json, whole_file, write_json
 
 MATRIX_NAME = "matrix.json"
 """File that makes a folder that of a matrix, whose cells are run folders in it."""
@@ -264,6 +264,15 @@ class RunDir:
                     _remove(path)
         self.summary_path.unlink(missing_ok=True)
         self.report_path.unlink(missing_ok=True)
+
+    def recover(self) -> None:
+        """Brings back a checkpoint, or a kept adapter, that a killed process was replacing.
+
+        Raises:
+            OutputError: the system refuses.
+        """
+        for folder in (self.checkpoints_dir, self.adapters_dir):
+            recover_folders(folder)
 
     def checkpoint(self, step: int) -> Path:
         """Where the checkpoint after ``step`` lies; write it inside ``files.whole_folder``."""

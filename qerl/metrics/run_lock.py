@@ -7,17 +7,15 @@ a crash leaves nothing to clean up. The file holds the number of the process, fo
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import os
 from pathlib import Path
 from types import TracebackType
 
 from qerl.errors import RunFolderError
-from qerl.metrics.files import output_errors
+from qerl.metrics.files import WITHOUT_LOCKS, output_errors
 
 LOCK_NAME = "run.lock"
-_WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
 
 
 class RunLock:
@@ -89,7 +87,7 @@ class RunLock:
                 remedy=self.remedy,
             ) from None
         except OSError as error:
-            if error.errno not in _WITHOUT_LOCKS:
+            if error.errno not in WITHOUT_LOCKS:
                 os.close(file)
                 raise
             self.note = f"{self.folder} is on a file system without locks: see to it that one process alone writes it"
@@ -112,7 +110,7 @@ def is_held(folder: Path) -> bool | None:
     except BlockingIOError:
         return True
     except OSError as error:
-        if error.errno not in _WITHOUT_LOCKS:
+        if error.errno not in WITHOUT_LOCKS:
             raise
         return None
     return False

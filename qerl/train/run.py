@@ -67,7 +67,7 @@ def train(
 
     Raises:
         QerlError: anything a user can cause; nothing is written before the configuration, model and data are known good.
-        RunStopped: SIGINT or SIGTERM ended the run before its last step.
+        RunStopped: a signal ended the run before its last step.
     """
     began = time.perf_counter()
     check_trainable(config)
@@ -83,6 +83,7 @@ def train(
         check_same_config(saved, config)
     config = settle_memory(config)
     with RunLock(folder) as lock:
+        run.recover()
         kept = {path.name for path in folder.iterdir()} - {LOCK_NAME}
         try:
             session = open_session(config, keep_reference_norms=config.objective.kl_coef > 0)

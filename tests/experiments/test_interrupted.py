@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 import signal
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from matrix_builders import ARMS, write_matrix
 
 from qerl.config.load import load_config
-from qerl.errors import RunFolderError, RunStopped
+from qerl.errors import OutputError, RunFolderError, RunStopped
 from qerl.experiments import final, one_cell, pool, portable, runner
 from qerl.experiments.manifest import AT_WORK, Manifest
 from qerl.experiments.plan import open_plan, record_plan
@@ -241,6 +244,48 @@ def test_what_a_cell_at_work_has_saved_is_carried_and_goes_on_elsewhere(tmp_path
     assert states(done) == {cell.name: "finished"}
     assert [row["step"] for row in done.run(cell).read_metrics()] == [0, 1, 2, 3]
     assert done.run(cell).read_json("cell.json")["portable_resumes"] == [2]
+
+
+@pytest.mark.parametrize("fault", ["read-only", "full"])
+def test_a_copy_of_a_file_that_all_cells_take_is_whole_or_not_there(tmp_path, monkeypatch):
+    """A cell that is killed while it hands on its probe set leaves none of it under the name that others read."""
+    plan = open_plan(write_matrix(tmp_path), [], tmp_path / "out")
+    run = RunDir.create(plan.run(plan.cells[0]).path)
+    run.write_json(run.probe_path, {"version": 1})
+    shared = RunDir(plan.out).probe_path
+
+    def half(source, target):
+        Path(target).write_text("{")
+        assert not shared.exists()
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(one_cell.shutil, "copyfile", half)
+    with pytest.raises(OutputError, match=r"probe\.json cannot be written"):
+        one_cell.share_probe(plan, run)
+    monkeypatch.undo()
+    assert not shared.exists()
+    one_cell.share_probe(plan, run)
+    assert shared.read_bytes() == run.probe_path.read_bytes()
+
+
+def test_folders_that_a_killed_command_was_replacing_come_back(tmp_path):
+    """A checkpoint, the portable form of a cell, and a cell of a copy that was taken at that moment."""
+    path = write_matrix(tmp_path, arms=[ARMS[0]])
+    plan = open_plan(path, [], tmp_path / "out")
+    record_plan(plan)
+    (cell,) = plan.cells
+    train(cell.config, stop_after=2)
+    plan.manifest.set_state(cell.name, "stopped")
+    run, kept = plan.run(cell), plan.out / portable.PORTABLE
+    kept.mkdir()
+    for folder in (run.checkpoint(2), run.path):
+        folder.rename(folder.with_name(f".{folder.name}.old"))
+    shutil.copytree(run.path.with_name(f".{cell.name}.old"), kept / f".{cell.name}.old")
+    done = run_matrix(path, [], plan.out, Orders(one_process=True, max_minutes=0.01), quiet)
+    assert states(done) == {cell.name: "stopped"} and run.latest_checkpoint() == run.checkpoint(2)
+    assert not list(plan.out.rglob("*.old"))
+    assert states(run_matrix(path, [], plan.out, ALONE, quiet)) == {cell.name: "finished"}
+    assert [row["step"] for row in run.read_metrics()] == [0, 1, 2, 3], "from its checkpoint, not anew"
 
 
 def test_a_process_that_works_on_one_cell_checks_that_one_and_the_arm_it_matches(tmp_path):

@@ -1,12 +1,21 @@
+import errno
+import fcntl
 import json
 import math
+import os
+import signal
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from qerl.errors import RunFolderError
-from qerl.metrics.files import to_json, whole_file, whole_folder
+from qerl.errors import OutputError, RunFolderError
+from qerl.metrics.files import is_temporary, recover_folders, remove_leftovers, to_json, whole_file, whole_folder
 from qerl.metrics.run_dir import RunDir
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def names(folder: Path) -> set[str]:
@@ -156,6 +165,94 @@ def test_a_folder_appears_whole_and_takes_the_place_of_an_older_one(tmp_path):
             (temporary / content).write_text(content)
     assert names(path) == {"new"}
     assert names(tmp_path) == {"checkpoint-5"}
+
+
+KILLED_WHILE_REPLACING = """
+import os, pathlib, shutil, signal, sys
+from qerl.metrics.files import whole_folder
+
+def dies_before(call, count):
+    def instead(*arguments, **keywords):
+        nonlocal count
+        count -= 1
+        if count < 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return call(*arguments, **keywords)
+    return instead
+
+path, moment = pathlib.Path(sys.argv[1]), int(sys.argv[2])
+with whole_folder(path) as folder:
+    (folder / "new").write_text("new")
+    if moment < 2:
+        pathlib.Path.rename = dies_before(pathlib.Path.rename, moment)
+    else:
+        shutil.rmtree = dies_before(shutil.rmtree, 0)
+"""
+
+
+@pytest.mark.parametrize(("moment", "kept"), [(0, "old"), (1, "old"), (2, "new")])
+def test_a_process_that_is_killed_while_it_replaces_a_folder_leaves_one_of_the_two(tmp_path, moment, kept):
+    """Before the older one is renamed; between the two names; before the older one is removed."""
+    path = tmp_path / "checkpoint-5"
+    path.mkdir()
+    (path / "old").write_text("old")
+    killed = subprocess.run([sys.executable, "-c", KILLED_WHILE_REPLACING, path, str(moment)], cwd=ROOT)
+    assert killed.returncode == -signal.SIGKILL
+    assert path.exists() == (moment != 1)
+    recover_folders(tmp_path)
+    assert names(path) == {kept}
+    remove_leftovers(tmp_path)
+    assert names(tmp_path) == {"checkpoint-5"}
+    recover_folders(tmp_path / "none")
+
+
+def test_a_folder_that_cannot_take_its_name_leaves_the_older_one(tmp_path, monkeypatch):
+    """And what a killed process left aside is settled before the next one is."""
+    path, real = tmp_path / "adapter", Path.rename
+
+    def refuses(self, target):
+        if is_temporary(self):
+            raise OSError(errno.EIO, "input/output error")
+        return real(self, target)
+
+    (tmp_path / ".adapter.old").mkdir()
+    (tmp_path / ".adapter.old" / "old").write_text("old")
+    monkeypatch.setattr(Path, "rename", refuses)
+    with pytest.raises(OutputError, match="adapter cannot be written"), whole_folder(path):
+        pass
+    monkeypatch.undo()
+    assert names(path) == {"old"} and names(tmp_path) == {"adapter"}
+
+
+def test_what_a_process_at_work_has_half_written_is_no_leftover(tmp_path):
+    with whole_folder(tmp_path / "cell"), whole_file(tmp_path / "file") as temporary:
+        temporary.write_text("half")
+        (tmp_path / f".gone.tmp-{2**22 + 1}").write_text("of no process: numbers end at 2^22")
+        remove_leftovers(tmp_path)
+        assert len(names(tmp_path)) == 2
+
+
+def test_two_writers_of_one_folder_do_not_get_in_each_others_way(tmp_path):
+    """The second waits until the first has given its folder the name."""
+    path = tmp_path / "cell"
+    with ThreadPoolExecutor(1) as other, whole_folder(path) as first:
+        (first / "first").write_text("")
+        descriptor = os.open(tmp_path, os.O_RDONLY)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        waiting = other.submit(_write_elsewhere, path)
+        with pytest.raises(TimeoutError):
+            waiting.result(timeout=0.2)
+        os.close(descriptor)
+        waiting.result()
+    assert names(path) == {"first"} and names(tmp_path) == {"cell"}
+
+
+def _write_elsewhere(path: Path) -> None:
+    """As another process does: with a temporary name of its own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("qerl.metrics.files.os.getpid", lambda: 1)
+        with whole_folder(path) as folder:
+            (folder / "second").write_text("")
 
 
 def test_json_files_are_read_back_and_a_damaged_one_is_named(tmp_path):
