@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from qerl.errors import RunFolderError
-from qerl.metrics.files import output_errors, write_json
+from qerl.metrics.files import output_errors, wait_for_lock, write_json
 from qerl.metrics.run_dir import MATRIX_NAME
 from qerl.metrics.run_lock import is_held
 
@@ -77,11 +76,18 @@ class Manifest:
 
     @contextmanager
     def change(self) -> Iterator[dict[str, Any]]:
-        """The content to be changed in place; it is written when the block ends well."""
-        with output_errors(self.path.parent):
+        """The content to be changed in place; it is written when the block ends well.
+
+        Raises:
+            OutputError: the disk is full, or the folder cannot be written.
+            RunFolderError: the file is damaged.
+        """
+        with output_errors(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self._lock.open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            lock = self._lock.open("w")
+        with lock:
+            with output_errors(self.path):
+                wait_for_lock(lock.fileno())
             value = self.read()
             yield value
             write_json(self.path, value)

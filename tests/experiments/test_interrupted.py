@@ -247,6 +247,21 @@ def test_what_a_cell_at_work_has_saved_is_carried_and_goes_on_elsewhere(tmp_path
 
 
 @pytest.mark.parametrize("fault", ["read-only", "full"])
+def test_a_manifest_that_cannot_be_written_is_a_message(tmp_path, monkeypatch, fault):
+    """Its lock is the first thing that a full or read-only disk refuses."""
+    number = {"read-only": errno.EROFS, "full": errno.ENOSPC}[fault]
+    real = Path.open
+
+    def refuses(self, mode="r", *arguments, **keywords):
+        if self.parent == tmp_path and set(mode) & set("wa+"):
+            raise OSError(number, os.strerror(number))
+        return real(self, mode, *arguments, **keywords)
+
+    monkeypatch.setattr(Path, "open", refuses)
+    with pytest.raises(OutputError, match=r"matrix\.json cannot be written"):
+        Manifest(tmp_path).note("plain-s0", device="0")
+
+
 def test_a_copy_of_a_file_that_all_cells_take_is_whole_or_not_there(tmp_path, monkeypatch):
     """A cell that is killed while it hands on its probe set leaves none of it under the name that others read."""
     plan = open_plan(write_matrix(tmp_path), [], tmp_path / "out")
