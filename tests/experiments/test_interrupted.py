@@ -246,6 +246,28 @@ def test_what_a_cell_at_work_has_saved_is_carried_and_goes_on_elsewhere(tmp_path
     assert done.run(cell).read_json("cell.json")["portable_resumes"] == [2]
 
 
+def test_a_failed_cell_whose_newest_checkpoint_is_damaged_keeps_what_was_carried_before(tmp_path):
+    """And where nothing was carried it is carried without one, so that it is shown."""
+    path = write_matrix(tmp_path, arms=[ARMS[1]], set={"train.steps": 3, "train.save_every": 1})
+    plan = open_plan(path, [], tmp_path / "out")
+    record_plan(plan)
+    (cell,) = plan.cells
+    train(cell.config, stop_after=2)
+    with portable.Portable(plan, wanted=True) as kept:
+        kept._write_at_work(cell)
+        (plan.run(cell).checkpoint(2) / "optimizer.pt").write_bytes(b"half of it")
+        plan.manifest.set_state(cell.name, "failed", error="the disk was pulled out")
+    carried = kept.folder / cell.name / "checkpoints"
+    assert [entry.name for entry in carried.iterdir()] == ["checkpoint-2"]
+    shutil.copytree(kept.folder, tmp_path / "there")
+    done = run_matrix(path, [], tmp_path / "there", replace(ALONE, retry=True), quiet)
+    assert states(done) == {cell.name: "finished"}
+    assert done.run(cell).read_json("cell.json")["portable_resumes"] == [2]
+    shutil.rmtree(kept.folder / cell.name)
+    run_matrix(path, [], tmp_path / "out", ALONE, quiet)
+    assert not carried.exists() and (kept.folder / cell.name / "metrics.jsonl").exists()
+
+
 @pytest.mark.parametrize("fault", ["read-only", "full"])
 def test_a_manifest_that_cannot_be_written_is_a_message(tmp_path, monkeypatch, fault):
     """Its lock is the first thing that a full or read-only disk refuses."""
