@@ -9,11 +9,14 @@ Stored tensors:
 
 A row of zeros has divisor 1; where 448 / amax overflows (amax below 1.3e-36) it is the largest float. Codes are rounded to
 nearest, ties to even. There is one rounding: `ct` and `torchao` are the same here.
+
+`tiled` replaces the codes by `tiles`, the same numbers in the order of `qerl.formats.tiles`, divisors beside them; `for_device` does so on the
+devices of `TILED_ON`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -21,21 +24,30 @@ from torch import Tensor
 from qerl.formats.base import (
     BlockScales,
     PackedWeight,
-    WeightFormat,
     check_choices,
     check_finite,
     check_weight,
     row_slices,
 )
+from qerl.formats.tiles import TiledFormat, TileLayout
 
 LARGEST = 448.0
 
+TILED_ON: frozenset[tuple[int, int]] = frozenset()
+"""Compute capabilities of the devices on which a head is held as tiles. None as yet: no kernel has been timed with them (docs/log.md), and
+`frozenset({(9, 0)})` is all that turns them on."""
 
-class Fp8Format(WeightFormat):
+
+class Fp8Format(TiledFormat):
     """See the module's docstring."""
 
     name = "fp8"
     block = 0
+    tile_layout = TileLayout(scale_bytes=0, pairs=False, wide=True)
+
+    def for_device(self, packed: PackedWeight) -> PackedWeight:
+        there = packed.device.type == "cuda" and torch.cuda.get_device_capability(packed.device) in TILED_ON
+        return self.tiled(packed) if there else packed
 
     def block_scales(
         self,
@@ -80,7 +92,22 @@ class Fp8Format(WeightFormat):
         divisor = 1 / steps
         return _encode(weight.float() * divisor).float() / divisor
 
+    def to_parts(self, packed: PackedWeight, rows: slice) -> tuple[Tensor, Tensor]:
+        codes = packed.tensors["codes"][rows].view(torch.uint8)
+        return codes, codes[:, :0]
+
+    def from_parts_of_tiles(self, parts: Iterable[tuple[Tensor, Tensor]], shape: tuple[int, int]) -> dict[str, Tensor]:
+        codes = torch.cat([codes[:, : shape[1]] for codes, _ in parts])
+        return {"codes": codes.view(torch.float8_e4m3fn)}
+
+    def beside_tiles(self, packed: PackedWeight) -> dict[str, Tensor]:
+        return {"divisor": packed.tensors["divisor"]}
+
+    def from_beside_tiles(self, packed: PackedWeight, start: int, stop: int) -> dict[str, Tensor]:
+        return {"divisor": packed.tensors["divisor"][start:stop]}
+
     def dequantize(self, packed: PackedWeight, dtype: torch.dtype = torch.float32) -> Tensor:
+        packed = self.natural(packed)
         codes, divisor_O = packed.tensors["codes"], packed.tensors["divisor"]
         out = torch.empty(packed.shape, dtype=dtype, device=codes.device)
         for part in row_slices(*packed.shape, out.device):
@@ -89,6 +116,7 @@ class Fp8Format(WeightFormat):
 
     def factored(self, packed: PackedWeight, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
         """Values are the codes: four significant bits, exact in float16, bfloat16 and wider."""
+        packed = self.natural(packed)
         return packed.tensors["codes"].to(dtype), packed.tensors["divisor"]
 
     def nbytes(self, shape: tuple[int, int], segments: Sequence[int] | None = None, itemsize: int = 2) -> int:

@@ -229,10 +229,10 @@ class Nf4Format(TiledFormat):
             return {}
         return {"groups": double_quant.kernel_groups(packed.tensors, packed.segments, packed.shape[1] // BLOCK)}
 
-    def from_beside_tiles(self, packed: PackedWeight, first: int, last: int) -> dict[str, Tensor]:
+    def from_beside_tiles(self, packed: PackedWeight, start: int, stop: int) -> dict[str, Tensor]:
         if not self.double_quant:
             return {}
-        assert (first, last) == (0, len(packed.segments)), "of whole weights"
+        assert (start, stop) == (0, packed.shape[0]), "of whole weights"
         return double_quant.from_kernel_groups(packed.tensors["groups"], packed.segments, packed.shape[1] // BLOCK)
 
     def rows(self, packed: PackedWeight, start: int, stop: int) -> PackedWeight:

@@ -1,6 +1,9 @@
-"""The order of 4-bit bytes for CUDA kernels: it holds the same weight, and a reader of fragments finds each code and scale."""
+"""The order of bytes for CUDA kernels: it holds the same weight, and a reader of fragments finds each code and scale."""
 
+import itertools
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,7 +12,8 @@ from qerl.formats import PackedWeight, dequantize, get_format, tiles
 from qerl.formats.nf4 import CODEBOOK_SCALE, QUANTILES
 
 FORMAT = get_format("nvfp4")
-NAMES = ("nvfp4", "mxfp4", "nf4", "nf4_dq")
+FORMAT_SOURCE = (Path(tiles.__file__).parents[1] / "kernels/fp4_linear/cuda/format.cuh").read_text(encoding="utf-8")
+NAMES = ("nvfp4", "mxfp4", "nf4", "nf4_dq", "fp8")
 SHAPES = [(16, 64), (17, 64), (1, 1), (17, 16), (40, 100), (33, 130), (100, 896), (48, 576)]
 # (rows, inputs) of q k v, o, gate up, down of Qwen2.5 0.5B to 32B, Qwen3 0.6B and 8B, Llama-3 8B, Mistral 7B, cut to few rows.
 INPUTS = (896, 1024, 1536, 2048, 2560, 3072, 3584, 4096, 4864, 5120, 8960, 11008, 12288, 13824, 14336, 18944, 27648)
@@ -60,8 +64,9 @@ def test_either_order_gives_the_same_values_rows_and_parts(name):
     assert torch.equal(dequantize(tiled), dequantize(weight))
     ours, theirs = (fmt.factored(either, torch.bfloat16) for either in (tiled, weight))
     assert torch.equal(ours[0], theirs[0])
-    assert (ours[1] is None) == (theirs[1] is None) == (name != "nvfp4")
-    assert name != "nvfp4" or torch.equal(ours[1], theirs[1])
+    divided = name in ("nvfp4", "fp8")
+    assert (ours[1] is None) == (theirs[1] is None) == (not divided)
+    assert not divided or torch.equal(ours[1], theirs[1])
     # Groups of doubly quantized scales are longer than these projections.
     cuts = ((0, 50), (20, 50), (20, 27)) if name == "nf4_dq" else ((0, 50), (3, 4), (15, 33), (16, 32), (49, 50))
     for start, stop in cuts:
@@ -101,9 +106,24 @@ def test_every_scale_survives_the_subnormal_ones_too():
 
 
 def fragments(tiled: torch.Tensor):
-    """(tile, unit, g, t, step j, word, bytes of the scales [8, 2, n]) of every lane and step."""
+    """(tile, unit, g, t, step j, word, bytes of the scales [8, 2, n]) of every lane and step; of FP8 the two words, and no scales."""
     for tile, row in enumerate(tiled):
         for unit, data in enumerate(row):
+            if len(data) == 1024:
+                # `load_codes` and `word_of` of cuda/format.cuh: 16 bytes of each run of 512, 8 for each step.
+                pairs = data.view(torch.int32).view(2, 32, 2, 2).tolist()
+                for lane in range(32):
+                    for j in range(4):
+                        yield (
+                            tile,
+                            unit,
+                            lane >> 2,
+                            lane & 3,
+                            j,
+                            [w & 0xFFFFFFFF for w in pairs[j // 2][lane][j & 1]],
+                            None,
+                        )
+                continue
             words, scales = data[:512].view(torch.int32).view(32, 4).tolist(), data[512:].view(8, 2, -1)
             for lane in range(32):
                 for j in range(4):
@@ -115,6 +135,14 @@ def e2m1_registers(word: int) -> tuple[int, ...]:
     fields = 0x81C081C0
     last = ((word >> 6) & 0x01800180) | ((word >> 4) & 0x00400040) | ((word << 4) & 0x80008000)
     return word & fields, (word << 3) & fields, (word << 6) & fields, last
+
+
+def e4m3_registers(word: int) -> tuple[int, int]:
+    """`e4m3_fields` of cuda/format.cuh: its very statements, which Python reads as C++ does."""
+    source = FORMAT_SOURCE[FORMAT_SOURCE.index("void e4m3_fields(") :]
+    body = source[source.index("{") + 1 : source.index("}")]
+    first, second = re.findall(r"^  \w+ = (.+);$", body.replace("u)", ")").replace("u;", ";"), re.MULTILINE)
+    return eval(first, {"word": word}) & 0xFFFFFFFF, eval(second, {"word": word}) & 0xFFFFFFFF
 
 
 def nf4_registers(word: int) -> tuple[int, ...]:
@@ -150,7 +178,10 @@ def read_as_the_kernel_does(tiled: torch.Tensor, name: str, groups: torch.Tensor
     row_tiles, units, _ = tiled.shape
     out = torch.zeros(row_tiles * 16, units * 64, dtype=torch.float64)
     for tile, unit, g, t, j, word, scales in fragments(tiled):
-        registers = nf4_registers(word) if name.startswith("nf4") else e2m1_registers(word)
+        if name == "fp8":
+            registers = (*e4m3_registers(word[0]), *e4m3_registers(word[1]))
+        else:
+            registers = nf4_registers(word) if name.startswith("nf4") else e2m1_registers(word)
         for index, register in enumerate(registers):
             row, h = 16 * tile + g + 8 * (index & 1), index & 1
             column = 64 * unit + 16 * j + 8 * (index >> 1) + 2 * t
@@ -158,6 +189,8 @@ def read_as_the_kernel_does(tiled: torch.Tensor, name: str, groups: torch.Tensor
                 value = bf16(register >> 16 * u & 0xFFFF)
                 if name == "nvfp4":
                     value *= 128 * bf16(0x7000 | int(scales[g, h, j]) << 4)
+                elif name == "fp8":
+                    value *= bf16(0x7B80)
                 elif name == "mxfp4":
                     value *= bf16(int(scales[g, h, j // 2]) << 7)
                 elif name == "nf4":
@@ -190,6 +223,35 @@ def test_the_bits_are_where_the_kernel_looks(name):
     assert read[:, d_in:].numel() == 0 or read[:, d_in:].abs().max() == 0
 
 
+def test_every_e4m3_code_becomes_its_value_in_every_place():
+    """By the statements of the kernel, and `fma.rn.bf16x2`, which keeps subnormal numbers: times 2^120 they are exact, and nothing of a neighbor is left."""
+    assert "multiply_bf16x2(a[i], 0x7B807B80u)" in FORMAT_SOURCE
+    codes = torch.tensor([code for code in range(256) if code & 127 != 127], dtype=torch.uint8)
+    weight = PackedWeight(
+        format="fp8",
+        shape=(16, 64),
+        tensors={"codes": torch.empty(16, 64, dtype=torch.float8_e4m3fn), "divisor": torch.ones(16)},
+        segments=(16,),
+    )
+    fmt, seen = get_format("fp8"), torch.zeros(16 * 64, 256, dtype=torch.bool)
+    for step, turn in itertools.product((5, 7, 9), range(254)):
+        placed = codes[(torch.arange(16 * 64) * step + turn) % 254].view(16, 64)
+        weight.tensors["codes"].view(torch.uint8).copy_(placed)
+        tiles = fmt.tiled(weight).tensors["tiles"]
+        word = tiles.view(torch.int32).view(-1).long() & 0xFFFFFFFF
+        first, second = e4m3_registers(word)
+        registers = torch.stack((first, second), dim=1).view(2, 32, 2, 4)  # [pair of steps, lane, step, register]
+        halves = torch.stack((registers & 0xFFFF, registers >> 16), dim=-1).to(torch.int32).to(torch.int16)
+        values = (halves.view(torch.bfloat16).double() * 2.0**120).view(
+            2, 8, 4, 2, 2, 2, 2
+        )  # [pair, g, t, step, e, h, u]
+        read = values.permute(5, 1, 0, 3, 4, 2, 6).reshape(16, 64)
+        assert torch.equal(read, weight.tensors["codes"].double())
+        assert torch.equal(read, read.bfloat16().double())
+        seen[torch.arange(16 * 64), placed.view(-1).long()] = True
+    assert seen.sum(1).min() == 254, "each place has held each code, beside three others"
+
+
 @pytest.mark.parametrize("segments", [(300,), (129, 171), (128, 128, 44), (1, 2, 3, 294)])
 def test_every_block_finds_its_group_of_scales(segments):
     """Groups of 256 blocks begin anew with each projection, and end within rows."""
@@ -216,8 +278,8 @@ def test_every_exponent_of_mxfp4_is_exact():
     assert not fmt.tileable(weight)
 
 
-def test_the_codebook_of_the_kernels_is_the_formats(request):
-    source = (request.config.rootpath / "qerl/kernels/fp4_linear/cuda/format.cuh").read_text(encoding="utf-8")
+def test_the_codebook_of_the_kernels_is_the_formats():
+    source = FORMAT_SOURCE
     text = source[source.index("CODEBOOK[16] = {") :].split("{")[1].split("}")[0]
     expected = (torch.tensor(QUANTILES, dtype=torch.float64) * CODEBOOK_SCALE).float().bfloat16()
     assert [int(number, 16) for number in text.split(",")] == [v & 0xFFFF for v in expected.view(torch.int16).tolist()]

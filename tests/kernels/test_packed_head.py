@@ -7,6 +7,7 @@ import torch
 
 from qerl.errors import LayoutGateError
 from qerl.formats import dequantize, get_format
+from qerl.kernels.fp4_linear import fp4_linear
 from qerl.kernels.token_logprobs import head as head_module
 from qerl.kernels.token_logprobs import head_gate, head_logits, token_logprobs
 
@@ -43,6 +44,16 @@ def test_bfloat16_activations_meet_weights_that_are_not_rounded_again(name):
     head, hidden = packed_head(name), random(TOKENS, HIDDEN, dtype=torch.bfloat16)
     exact = hidden.double() @ dequantize(head, torch.float64).T
     torch.testing.assert_close(head_logits(hidden, head).double(), exact, rtol=1e-5, atol=2e-5)
+
+
+def test_an_fp8_head_in_tiles_is_the_same_head():
+    fmt, head = get_format("fp8"), packed_head("fp8")
+    tiled, hidden = fmt.tiled(head), random(TOKENS, HIDDEN, dtype=torch.bfloat16)
+    assert tiled.order == "tiles"
+    assert torch.equal(head_logits(hidden, tiled), head_logits(hidden, head))
+    assert torch.equal(fp4_linear(hidden, tiled), fp4_linear(hidden, head))
+    targets = torch.arange(TOKENS)
+    assert torch.equal(token_logprobs(hidden, tiled, targets)[0], token_logprobs(hidden, head, targets)[0])
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -16,6 +16,7 @@ from qerl.kernels.fp4_linear.adapter import AdapterPart, flatten
 from qerl.kernels.fp4_linear.autograd import Fp4Linear
 from qerl.kernels.fp4_linear.gate import layout_gate
 from qerl.kernels.fp4_linear.regimes import SMALL_WEIGHT
+from qerl.kernels.fp4_linear.tiled import by_rows
 
 __all__ = ["AdapterPart", "fp4_linear", "keep", "keeps", "layout_gate", "served"]
 
@@ -31,7 +32,7 @@ def keeps(weight: PackedWeight, dtype: torch.dtype) -> bool:
         return False
     from qerl.kernels.fp4_linear.unpack import FORMATS  # needs Triton, which a CPU may lack
 
-    return weight.order == "tiles" or weight.format in FORMATS
+    return (weight.order == "tiles" and not by_rows(weight)) or weight.format in FORMATS
 
 
 def keep(weight: PackedWeight) -> PackedWeight:

@@ -29,7 +29,7 @@ from qerl.kernels.fp4_linear.adapter import Placement
 from qerl.kernels.fp4_linear.record import side_of
 from qerl.kernels.fp4_linear.reference import add_product
 from qerl.kernels.fp4_linear.shrink import shrink
-from qerl.kernels.fp4_linear.tiled import TILED
+from qerl.kernels.fp4_linear.tiled import TILED, by_rows
 from qerl.kernels.fp4_linear.workspace import SCALE_BASE, compiled, workspace
 
 _BLOCKS_A_MULTIPROCESSOR, _BLOCKS_WITH_TABLE = 8, 4
@@ -225,6 +225,7 @@ def row_alphas(weight: PackedWeight) -> tuple[float, ...]:
     """What sums with V are multiplied by, of every segment. The first call of a weight that stores divisors waits for the device."""
     if weight.order != "tiles":
         return (1.0,) * len(weight.segments)
+    assert not by_rows(weight), (weight.format, weight.shape)
     return workspace(weight.device).alphas(weight)
 
 
@@ -262,6 +263,8 @@ def macros(name: str) -> dict[str, int]:
 
 def divisors(weight: PackedWeight) -> Tensor:
     """What sums with V are divided by, float32 [d_out], of a tiled weight."""
+    if by_rows(weight):
+        return weight.tensors["divisor"]
     stored = weight.tensors.get("global_scale")
     if stored is None:
         return torch.full((weight.shape[0],), TILED[weight.format].divisor, device=weight.device)

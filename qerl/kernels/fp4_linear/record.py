@@ -54,9 +54,11 @@ def parts_of(placements: Sequence[Placement], b_OR: Sequence[Tensor]) -> Parts: 
 
 
 def side_of(weight: PackedWeight) -> int | None:
-    """Address of what the kernels read beside tiles, where the format has such: divisors of segments, or what doubly quantized scales need."""
-    stored = weight.tensors.get("global_scale", weight.tensors.get("groups"))
-    return None if stored is None else stored.data_ptr()
+    """Address of what the kernels read beside tiles, where the format has such: divisors of segments or of rows, or what doubly quantized scales need."""
+    for name in ("global_scale", "divisor", "groups"):
+        if name in weight.tensors:
+            return weight.tensors[name].data_ptr()
+    return None
 
 
 def stops_of(weight: PackedWeight) -> Stops:  # type: ignore[valid-type]

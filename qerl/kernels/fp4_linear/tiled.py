@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from qerl.formats import get_format
+from qerl.formats import PackedWeight, get_format
 from qerl.formats.tiles import TiledFormat
 
 
@@ -44,5 +44,12 @@ TILED = {
     "mxfp4": _tiled("mxfp4", 1),
     "nf4": _tiled("nf4", 2),
     "nf4_dq": _tiled("nf4_dq", 3, 1024),
+    "fp8": _tiled("fp8", 4),
 }
 """By name of the format."""
+
+
+def by_rows(weight: PackedWeight) -> bool:
+    """Whether every row has a divisor of its own, as of an FP8 head: its tiles are read by the kernels that divide where a row ends, and by nothing
+    that leaves one divisor a segment to cuBLAS."""
+    return "divisor" in weight.tensors

@@ -17,7 +17,7 @@ from qerl.kernels.sizes import power_of_2
 from qerl.kernels.token_logprobs import reference
 from qerl.kernels.token_logprobs.head import Head
 
-# Tokens up to which an FP8 head is unpacked in registers, for each of them a 128th of the vocabulary at a time; more are multiplied by
+# Tokens up to which an FP8 head in its natural order is unpacked in registers, for each of them a 128th of the vocabulary at a time; more are multiplied by
 # unpacked stretches of it.
 _FP8_TOKENS = 256
 _FP8_TILE = 128
@@ -27,17 +27,17 @@ def head_logits(hidden_ND: Tensor, head: Head, bias_V: Tensor | None) -> Tensor:
     """See `qerl.kernels.token_logprobs.head_logits`."""
     logits_NV = None
     if isinstance(head, PackedWeight) and hidden_ND.dtype == torch.bfloat16 and len(hidden_ND):
-        if head.format == "fp8" and len(hidden_ND) <= _FP8_TOKENS:
-            logits_NV = fp8_logits(hidden_ND, head)
-        elif head.order == "tiles":
+        if head.order == "tiles":
             logits_NV = cuda.float32_product(hidden_ND, head)
+        elif head.format == "fp8" and len(hidden_ND) <= _FP8_TOKENS:
+            logits_NV = fp8_logits(hidden_ND, head)
     if logits_NV is None:
         return reference.head_logits(hidden_ND, head, bias_V)
     return logits_NV if bias_V is None else logits_NV.add_(bias_V)
 
 
 def fp8_logits(hidden_ND: Tensor, head: PackedWeight) -> Tensor:
-    """float32 [N, V] from codes that become bfloat16 in registers (four significant bits: exact) and a division at the end."""
+    """float32 [N, V] from a head in its natural order, whose codes become bfloat16 in registers (four significant bits: exact) and a division at the end."""
     (count, width), vocab = hidden_ND.shape, head.shape[0]
     logits_NV = torch.empty(count, vocab, dtype=torch.float32, device=hidden_ND.device)
     tokens = max(16, min(128, power_of_2(count)))

@@ -15,6 +15,7 @@ from qerl.formats import PackedWeight
 from qerl.kernels.fp4_linear import decode, dense, kept, middle, reference, regimes, unpack
 from qerl.kernels.fp4_linear.adapter import Placement
 from qerl.kernels.fp4_linear.shrink import shrink
+from qerl.kernels.fp4_linear.tiled import by_rows
 
 
 def forward(
@@ -103,5 +104,5 @@ def float32_product(x_TI: Tensor, weight: PackedWeight) -> Tensor | None:
 
 def fast(x: Tensor, weight: PackedWeight, dense_OI: Tensor | None) -> bool:
     """Whether these kernels have the call; the plain products take the rest."""
-    packed = weight.order == "tiles" or weight.format in unpack.FORMATS
+    packed = (weight.order == "tiles" and not by_rows(weight)) or weight.format in unpack.FORMATS
     return dense_OI is None and x.dtype == torch.bfloat16 and packed

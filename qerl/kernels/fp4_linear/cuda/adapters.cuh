@@ -129,7 +129,7 @@ __device__ __forceinline__ void lay_rows(const MiddleParams& p, int first, u32 t
 #pragma unroll
     for (int q = 0; q < MAX_PARTS; ++q)
       if (q < p.parts && r >= p.part[q].row_start && r < p.part[q].row_stop && p.part[q].scale != 0) scale = p.part[q].scale;
-    const float factor = __fdiv_rn(TILE_LIFT, row_divisor(p.side, segment)), bias = p.bias != nullptr ? from_bf16(p.bias[r]) : 0;
+    const float factor = __fdiv_rn(TILE_LIFT, row_divisor(p.side, r, segment)), bias = p.bias != nullptr ? from_bf16(p.bias[r]) : 0;
     if (i < BLOCK_ROWS)
       asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(target + 16 * i), "f"(factor), "f"(bias), "f"(__fdiv_rn(factor, scale)),
                    "f"(__fdiv_rn(scale, factor))

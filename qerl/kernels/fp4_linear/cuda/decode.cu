@@ -221,8 +221,8 @@ __device__ __forceinline__ void produce(const DecodeParams& p, Producer& at, con
     }
   }
   if (at.left >= 2 && at.row_left > 2) {
-    copy_async_16(target, at.source);
-    copy_async_16(target + TILE_BYTES, at.source + TILE_BYTES);
+    copy_codes(target, at.source);
+    copy_codes(target + TILE_BYTES, at.source + TILE_BYTES);
     if (lane < SCALE_CHUNKS) {
       copy_async_16(target + TILE_CODES, at.source + TILE_CODES);
       copy_async_16(target + TILE_BYTES + TILE_CODES, at.source + TILE_BYTES + TILE_CODES);
@@ -233,7 +233,7 @@ __device__ __forceinline__ void produce(const DecodeParams& p, Producer& at, con
   } else {
 #pragma unroll 1
     for (int i = min(at.left, 2); i > 0; --i) {
-      copy_async_16(target, at.source);
+      copy_codes(target, at.source);
       if (lane < SCALE_CHUNKS) copy_async_16(target + TILE_CODES, at.source + TILE_CODES);
       target += TILE_BYTES;
       --at.left;
@@ -342,7 +342,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode(const __grid_con
         // One copy of this body: both units of a pair, unrolled, outgrow the instruction cache.
 #pragma unroll 1
         for (int i = min(left, 2); i > 0; --i) {
-          multiply_unit(load_shared_16(codes_at + stage), load_scale_bytes(scales_at + stage), rows, x_at, x_column, unpack, c);
+          multiply_unit(load_codes(codes_at + stage), load_scale_bytes(scales_at + stage), rows, x_at, x_column, unpack, c);
           stage += TILE_BYTES;
           x_at += 128;
           --left;

@@ -17,7 +17,7 @@ struct DecodeParams {
   const u16* x;
   void* out;  // bfloat16 or float32 [m, n]
   const u16* bias;
-  const float* side;  // of the format: divisors of NVFP4's segments, what doubly quantized scales need, or null
+  const float* side;  // of the format: divisors of NVFP4's segments or of FP8's rows, what doubly quantized scales need, or null
   const u16* a;
   float4* partials;  // [CLUSTER * chunks][groups][NT][32], MISSING between launches
   u32* counters;     // a zero between launches
@@ -134,7 +134,7 @@ __device__ void expand(const DecodeParams& p, const Shared& s, const Work& w, in
     if (lane < 16) {
       int segment = 0;
       while (segment + 1 < p.segments && 16 * tile + lane >= p.segment_stop[segment]) ++segment;
-      s.factor[(tile - first) * 16 + lane] = __fdiv_rn(TILE_LIFT, row_divisor(p.side, segment));
+      s.factor[(tile - first) * 16 + lane] = __fdiv_rn(TILE_LIFT, row_divisor(p.side, min(16 * tile + lane, p.n - 1), segment));
     }
     float low = 0, high = 0;
     if (p.bias != nullptr) {
@@ -181,6 +181,12 @@ __device__ void expand(const DecodeParams& p, const Shared& s, const Work& w, in
 
 // ---- Main warps.
 
+// Starts the copy of this lane's codes of a tile.
+__device__ __forceinline__ void copy_codes(u32 target, const u8* source) {
+#pragma unroll
+  for (int run = 0; run < TILE_CODES; run += CODE_RUN) copy_async_16(target + run, source + run);
+}
+
 // Where the copies of one warp are: a run of units over all rounds.
 struct Producer {
   const u8* source;
@@ -197,23 +203,23 @@ __device__ __forceinline__ void warp_range(int tiles, const Work& w, int warp, i
 }
 
 // One unit: 16 rows x 64 inputs from the ring, times x.
-__device__ __forceinline__ void multiply_unit(uint4 codes, ScaleBytes bytes, Rows& rows, u32 x_at, u32 x_column, Unpacker unpacker, float (&c)[CHAINS][NT][4]) {
+__device__ __forceinline__ void multiply_unit(const Codes& codes, ScaleBytes bytes, Rows& rows, u32 x_at, u32 x_column, Unpacker unpacker, float (&c)[CHAINS][NT][4]) {
   const Scales scales = expand_scales(bytes, unpacker, rows);
   u32 b[NT][4], a[4];
 #pragma unroll
   for (int n = 0; n < NT; ++n) ldmatrix_x4(b[n], x_at + n * x_column);
-  dequantize_step<0>(look_up(codes.x, unpacker), scales, a);
+  dequantize_step<0>(look_up(word_of<0>(codes), unpacker), scales, a);
 #pragma unroll
   for (int n = 0; n < NT; ++n) mma_m16n8k16(c[0][n], a, b[n][0], b[n][1]);
-  dequantize_step<1>(look_up(codes.y, unpacker), scales, a);
+  dequantize_step<1>(look_up(word_of<1>(codes), unpacker), scales, a);
 #pragma unroll
   for (int n = 0; n < NT; ++n) mma_m16n8k16(c[CHAINS - 1][n], a, b[n][2], b[n][3]);
 #pragma unroll
   for (int n = 0; n < NT; ++n) ldmatrix_x4(b[n], x_at + n * x_column + 64);
-  dequantize_step<2>(look_up(codes.z, unpacker), scales, a);
+  dequantize_step<2>(look_up(word_of<2>(codes), unpacker), scales, a);
 #pragma unroll
   for (int n = 0; n < NT; ++n) mma_m16n8k16(c[0][n], a, b[n][0], b[n][1]);
-  dequantize_step<3>(look_up(codes.w, unpacker), scales, a);
+  dequantize_step<3>(look_up(word_of<3>(codes), unpacker), scales, a);
 #pragma unroll
   for (int n = 0; n < NT; ++n) mma_m16n8k16(c[CHAINS - 1][n], a, b[n][2], b[n][3]);
 }

@@ -35,21 +35,21 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS_A_BLOCK) dequantize(cons
   if constexpr (TABLE_BYTES > 0) __syncthreads();
   if (index >= total) return;
   const u8* tile = p.tiles + static_cast<long long>(index) * TILE_BYTES;
-  uint4 codes = *reinterpret_cast<const uint4*>(tile + 16 * lane);
+  Codes codes = load_codes(tile + 16 * lane);
   ScaleBytes bytes = *reinterpret_cast<const ScaleBytes*>(tile + TILE_CODES + sizeof(ScaleBytes) * g);
   while (index < total) {
     const int row_tile = index / p.units, unit = index - row_tile * p.units;
     Rows rows = rows_of(p.side, p.units, row_tile, unit, lane);
     const Scales scales = expand_scales(bytes, unpack, rows);
     u32 a[4][4];
-    dequantize_step<0>(look_up(codes.x, unpack), scales, a[0]);
-    dequantize_step<1>(look_up(codes.y, unpack), scales, a[1]);
-    dequantize_step<2>(look_up(codes.z, unpack), scales, a[2]);
-    dequantize_step<3>(look_up(codes.w, unpack), scales, a[3]);
+    dequantize_step<0>(look_up(word_of<0>(codes), unpack), scales, a[0]);
+    dequantize_step<1>(look_up(word_of<1>(codes), unpack), scales, a[1]);
+    dequantize_step<2>(look_up(word_of<2>(codes), unpack), scales, a[2]);
+    dequantize_step<3>(look_up(word_of<3>(codes), unpack), scales, a[3]);
     index += step;
     if (index < total) {
       tile = p.tiles + static_cast<long long>(index) * TILE_BYTES;
-      codes = *reinterpret_cast<const uint4*>(tile + 16 * lane);
+      codes = load_codes(tile + 16 * lane);
       bytes = *reinterpret_cast<const ScaleBytes*>(tile + TILE_CODES + sizeof(ScaleBytes) * g);
     }
 #pragma unroll

@@ -1,11 +1,12 @@
-// A tile of the packed layout (qerl/formats/tiles.py): 16 output rows x 64 inputs, 512 bytes of codes and then the scales, in the order in which
-// mma.m16n8k16 takes its A operand; and how codes and scales become bfloat16. A kernel is compiled for one format:
+// A tile of the packed layout (qerl/formats/tiles.py): 16 output rows x 64 inputs, 512 or 1024 bytes of codes and then the scales, in the order in
+// which mma.m16n8k16 takes its A operand; and how codes and scales become bfloat16. A kernel is compiled for one format:
 //
+//   Codes, Word, word_of<J>            a lane's codes of a tile, 16 bytes of each 512, and those of k16 step J
 //   Unpacker, unpacker(...)            what a lane needs for all tiles
 //   ScaleBytes                         a lane's scales in a tile: those of rows g and g + 8, at TILE_CODES + sizeof(ScaleBytes) * g
 //   Rows, rows_of                      what scales need beside them; of a lane's two rows in a row tile, from an input tile on
 //   Scales, expand_scales              the scales of a tile, ready to be multiplied with; Rows goes on to the next tile of the same rows
-//   Pairs, look_up(word, unpacker)     the codes of a k16 step, as far as they can be brought before they are needed
+//   Pairs, look_up(word, unpacker)     a Word, as far as it can be brought before it is needed
 //   dequantize_step<J>                 the A fragment of k16 step J
 //
 // A weight is (value of the fragment) * TILE_LIFT / divisor of its row.
@@ -14,6 +15,7 @@
 #define MXFP4 1
 #define NF4 2
 #define NF4_DQ 3  // with doubly quantized scales
+#define FP8 4     // E4M3, with a divisor for each row
 #ifndef FORMAT
 #error "FORMAT names the format of the weights"
 #endif
@@ -21,7 +23,55 @@
 #define PAIR_STRIDE 128  // bytes from one pair of NF4 codes to the next in the table: 128, or 256, which is faster
 #endif
 
-constexpr int TILE_CODES = 512;
+constexpr int CODE_RUN = 512;  // bytes of codes that the lanes of a warp read together
+
+#if FORMAT == FP8
+
+constexpr int TILE_CODES = 2 * CODE_RUN;
+
+struct Codes {
+  uint4 first, second;
+};
+
+typedef uint2 Word;
+
+template <int J>
+__device__ __forceinline__ Word word_of(const Codes& codes) {
+  const uint4 run = J < 2 ? codes.first : codes.second;
+  return (J & 1) ? make_uint2(run.z, run.w) : make_uint2(run.x, run.y);
+}
+
+#else
+
+constexpr int TILE_CODES = CODE_RUN;
+
+typedef uint4 Codes;
+typedef u32 Word;
+
+template <int J>
+__device__ __forceinline__ Word word_of(const Codes& codes) {
+  return J == 0 ? codes.x : J == 1 ? codes.y : J == 2 ? codes.z : codes.w;
+}
+
+#endif
+
+// A lane's codes of a tile in shared memory; `place` is its first 16 bytes.
+__device__ __forceinline__ Codes load_codes(u32 place) {
+#if FORMAT == FP8
+  return {load_shared_16(place), load_shared_16(place + CODE_RUN)};
+#else
+  return load_shared_16(place);
+#endif
+}
+
+// Those of a tile in global memory.
+__device__ __forceinline__ Codes load_codes(const u8* place) {
+#if FORMAT == FP8
+  return {*reinterpret_cast<const uint4*>(place), *reinterpret_cast<const uint4*>(place + CODE_RUN)};
+#else
+  return *reinterpret_cast<const uint4*>(place);
+#endif
+}
 
 __device__ __forceinline__ u32 multiply_bf16x2(u32 a, u32 b) {
   u32 d;
@@ -139,6 +189,41 @@ __device__ __forceinline__ void dequantize_step(Pairs word, const Scales& s, u32
   e2m1_fields(word, a);
 #pragma unroll
   for (int i = 0; i < 4; ++i) a[i] = multiply_bf16x2(a[i], (i & 1) ? s.high[J / 2] : s.low[J / 2]);
+}
+
+#elif FORMAT == FP8
+
+constexpr int TILE_BYTES = TILE_CODES;
+constexpr int TABLE_BYTES = 0;
+constexpr float TILE_LIFT = 1.0f;
+
+struct Unpacker {};
+
+__device__ __forceinline__ Unpacker unpacker(u32, u32, int) { return {}; }
+
+typedef Word Pairs;
+
+__device__ __forceinline__ Pairs look_up(Word word, Unpacker) { return word; }
+
+struct ScaleBytes {};
+
+struct Scales {};
+
+__device__ __forceinline__ Scales expand_scales(ScaleBytes, Unpacker, Rows&) { return {}; }
+
+// Two pairs of E4M3 codes as bfloat16 numbers q * 2^-120, subnormal ones too.
+__device__ __forceinline__ void e4m3_fields(u32 word, u32& first, u32& second) {
+  first = word & 0x87F087F0u;
+  second = ((word << 4) & 0x80F080F0u) | ((word >> 4) & 0x07000700u);
+}
+
+// q, exact: four significant bits times 2^120.
+template <int J>
+__device__ __forceinline__ void dequantize_step(const Pairs& words, const Scales&, u32 (&a)[4]) {
+  e4m3_fields(words.x, a[0], a[1]);
+  e4m3_fields(words.y, a[2], a[3]);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) a[i] = multiply_bf16x2(a[i], 0x7B807B80u);
 }
 
 #else
@@ -284,7 +369,7 @@ __device__ __forceinline__ void dequantize_step(const Pairs& q, const Scales& s,
 
 #endif
 
-#if FORMAT == NVFP4 || FORMAT == MXFP4
+#if FORMAT == NVFP4 || FORMAT == MXFP4 || FORMAT == FP8
 __device__ __forceinline__ void fill_table(u8*, const float*, int, int) {}
 #endif
 
@@ -296,15 +381,19 @@ __device__ __forceinline__ ScaleBytes load_scale_bytes(u32 shared) {
   return load_shared_4(shared);
 #elif FORMAT == NF4_DQ
   return load_shared_2(shared);
+#elif FORMAT == FP8
+  return {};
 #else
   return load_shared_8(shared);
 #endif
 }
 
-// What sums of a row of segment `segment` are divided by, after the lift.
-__device__ __forceinline__ float row_divisor(const float* side, int segment) {
+// What sums of row `row`, of segment `segment`, are divided by, after the lift.
+__device__ __forceinline__ float row_divisor(const float* side, int row, int segment) {
 #if FORMAT == NVFP4
   return side[segment];
+#elif FORMAT == FP8
+  return side[row];
 #else
   return TILE_DIVISOR;
 #endif

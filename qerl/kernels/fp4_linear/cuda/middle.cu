@@ -126,14 +126,14 @@ __device__ __forceinline__ void settled(float (&d)[TILES][TOKENS / 2]) {
 
 // A step's weights of a warp, packed.
 struct Weights {
-  uint4 codes[TILES];
+  Codes codes[TILES];
   ScaleBytes scales[TILES];
 };
 
 __device__ __forceinline__ void load_packed(Weights& w, u32 tile, int lane) {
 #pragma unroll
   for (int i = 0; i < TILES; ++i) {
-    w.codes[i] = load_shared_16(tile + i * TILE_BYTES + 16 * lane);
+    w.codes[i] = load_codes(tile + i * TILE_BYTES + 16 * lane);
     w.scales[i] = load_scale_bytes(tile + i * TILE_BYTES + TILE_CODES + sizeof(ScaleBytes) * (lane >> 2));
   }
 }
@@ -158,19 +158,19 @@ __device__ __forceinline__ void multiply_steps(float (&d)[TILES][TOKENS / 2], Ri
       r.parity ^= 1;
     }
     // Lookups are a k16 step ahead.
-    Pairs even = look_up(w.codes[0].x, unpack), odd;
+    Pairs even = look_up(word_of<0>(w.codes[0]), unpack), odd;
 #pragma unroll
     for (int i = 0; i < TILES; ++i) {
       const Scales scales = expand_scales(w.scales[i], unpack, packed_rows[i]);
-      odd = look_up(w.codes[i].y, unpack);
+      odd = look_up(word_of<1>(w.codes[i]), unpack);
       multiply_k16<0>(d[i], a[0], even, scales, x);
-      even = look_up(w.codes[i].z, unpack);
+      even = look_up(word_of<2>(w.codes[i]), unpack);
       multiply_k16<1>(d[i], a[1], odd, scales, x);
-      odd = look_up(w.codes[i].w, unpack);
+      odd = look_up(word_of<3>(w.codes[i]), unpack);
       multiply_k16<2>(d[i], a[2], even, scales, x);
       // Past the second, and surely here, the products of the step before have read their x.
       if (i == 0 && step > 0) release(before, lane);
-      if (i + 1 < TILES) even = look_up(w.codes[i + 1 < TILES ? i + 1 : i].x, unpack);
+      if (i + 1 < TILES) even = look_up(word_of<0>(w.codes[i + 1 < TILES ? i + 1 : i]), unpack);
       multiply_k16<3>(d[i], a[3], odd, scales, x);
     }
   }

@@ -27,7 +27,7 @@ struct MiddleParams {
   TensorMap tile_map;  // 8-byte words [row tiles, units * words of a tile], boxes of ROW_TILES tiles
   void* out;           // bfloat16 or float32 [m, n]
   const u16* bias;
-  const float* side;   // of the format: divisors of NVFP4's segments, what doubly quantized scales need, or null
+  const float* side;   // of the format: divisors of NVFP4's segments or of FP8's rows, what doubly quantized scales need, or null
   const u16* a;        // bfloat16 [ranks, k]
   u16* h;              // bfloat16 [m, ranks], made here
   float4* partials;    // [2 * blocks][TILES][COLUMNS][CONSUMERS]
