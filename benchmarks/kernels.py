@@ -1,16 +1,17 @@
 """Linear layers with adapters and LM heads: packed against cuBLAS in bfloat16 and other libraries, beside the floor of memory and matrix units.
 
-    python benchmarks/kernels.py [--sizes 7B 32B] [--rows 1 8 64] [--ranks 32 16 64 128] [--few-sizes 14B 3B] [--heads 7B 0.5B] [--kernels cuda]
-        [--formats nvfp4,nvfp4+kept,mxfp4,nf4] [--peers humming,bitsandbytes] [--seconds 240] [--out results/kernels_linear.json]
+    python benchmarks/kernels.py [--sizes 7B 32B] [--rows 1 8 64] [--ranks 32 16 64 128] [--few-sizes 14B 3B] [--kernels cuda]
+        [--heads 7B 0.5B] [--head-rows 1 64] [--head-formats bf16 fp8 fp8+tiles fp8+dense nvfp4] [--peers humming,bitsandbytes]
+        [--formats nvfp4,nvfp4+kept,mxfp4,nf4] [--seconds 240] [--out results/kernels_linear.json]
 
 One row is one decoder layer (q k v fused, o, gate up fused, down; bias on q k v) with LoRA on all seven projections. Times are medians of
 20 replays of a captured graph that walks over several layers, so that no weight is in the cache, with the second and eighth
 decile. "lora" of cuBLAS and of other libraries (`--peers`, at ``PEER_ROWS`` with the first rank) is h = x A^T and y += scale * h B^T behind
 their product. Weights of a timed layer are random bytes (speed does not depend on the values). `--sizes` are measured at all `--rows` with the first of the ranks, and
-with the other ranks at ``RANK_ROWS``; `--few-sizes` at ``FEW_ROWS``. LM heads: float32 logits of a bfloat16, FP8 and NVFP4 head. `--seconds` bounds the whole run: what the time does not
+with the other ranks at ``RANK_ROWS``; `--few-sizes` at ``FEW_ROWS``. LM heads: float32 logits of a bfloat16, FP8 and NVFP4 head; `fp8+tiles` and
+`fp8+dense` are those of an FP8 head in tiles, the latter unpacked for cuBLAS. `--seconds` bounds the whole run: what the time does not
 suffice for is left out from the end, and the file is written after every row. Before any figure of a size and rank, every kernel is compared with float64 on quantized
-weights, and an error stops the run. Floors come from a copy and a matrix product in the same run, and a floor counts 4.5 bits a weight. ``--tiny`` runs all of it on the
-CPU with toy shapes.
+weights, and an error stops the run. Floors come from a copy and a matrix product in the same run, and a floor counts 4.5 bits a weight. ``--tiny`` runs all of it on the CPU with toy shapes.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from heads import HEAD_ROWS, head_rows
+from heads import HEAD_ROWS, HEADS, MEASURED, head_rows
 from linear_peers import PACKAGES, PEERS, Peer, largest_error, require
 from synthetic import SHAPES, normal
 from timing import deciles, device_times, require_gpu
@@ -351,11 +352,13 @@ def _seconds(run: Callable[[], Any]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", nargs="+", default=["7B", "32B"], choices=[*SHAPES, "tiny"])
+    parser.add_argument("--sizes", nargs="*", default=["7B", "32B"], choices=[*SHAPES, "tiny"])
     parser.add_argument("--few-sizes", nargs="*", default=["14B", "3B", "0.5B"], choices=[*SHAPES])
     parser.add_argument("--rows", nargs="+", type=int, default=list(ROWS))
     parser.add_argument("--ranks", nargs="+", type=int, default=[32, 16, 64, 128])
     parser.add_argument("--heads", nargs="*", default=["7B", "0.5B"], choices=[*SHAPES, "tiny"])
+    parser.add_argument("--head-rows", nargs="+", type=int, default=list(HEAD_ROWS))
+    parser.add_argument("--head-formats", nargs="+", default=list(MEASURED), choices=list(HEADS))
     parser.add_argument("--kernels", nargs="+", default=["cuda"], help="implementations of fp4_linear")
     parser.add_argument("--formats", default="nvfp4", help="formats of the weights, with commas; nvfp4+kept: V is kept")
     parser.add_argument("--peers", default="", help="other libraries beside ours, with commas: humming, bitsandbytes")
@@ -364,11 +367,11 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true")
     arguments = parser.parse_args()
     require_gpu(tiny=arguments.tiny)
-    rank_rows, head_tokens = RANK_ROWS, HEAD_ROWS
+    rank_rows = RANK_ROWS
     if arguments.tiny:
         arguments.sizes, arguments.few_sizes, arguments.heads = ["tiny"], [], ["tiny"]
         arguments.rows, arguments.ranks, arguments.kernels = [1, 5], [32, 16], ["reference"]
-        rank_rows, head_tokens = (1,), (1, 5)
+        rank_rows, arguments.head_rows = (1,), [1, 5]
     torch.manual_seed(0)
     device = torch.device("cpu" if arguments.tiny else "cuda")
     formats, peers = arguments.formats.split(","), [name for name in arguments.peers.split(",") if name]
@@ -388,7 +391,7 @@ def main() -> None:
     for name in arguments.heads:
         size = SHAPES.get(name, TINY)
         vocab = 500 if arguments.tiny else 151936 if size["tied"] else 152064
-        head_rows(bench, name, (vocab, size["hidden_size"]), head_tokens)
+        head_rows(bench, name, (vocab, size["hidden_size"]), arguments.head_rows, arguments.head_formats)
     for name in arguments.few_sizes:
         linears(name, first, FEW_ROWS)
 

@@ -33,7 +33,7 @@ import torch
 
 from qerl.formats import get_format
 from qerl.kernels.cuda import Kernel, Launch, architecture, compile_cuda
-from qerl.kernels.fp4_linear import AdapterPart, dense, fp4_linear, middle
+from qerl.kernels.fp4_linear import AdapterPart, decode, dense, fp4_linear, middle
 from qerl.kernels.fp4_linear.adapter import flatten
 from qerl.kernels.fp4_linear.shrink import shrink
 
@@ -159,6 +159,14 @@ def linear_cases() -> Iterator[tuple[str, Callable[[], Any]]]:
                     lambda r=rows, w=weight, p=placed, i=inputs: middle.product(normal(r, i), w, bias, *p),
                 )
         yield f"dequantize {name}", lambda w=weight, i=inputs: dense.dequantize_tiles(w, normal(sum(segments), i))
+    head = get_format("fp8").tiled(get_format("fp8").quantize(normal(361, d_in)))
+    for rows in (3, 16, 40, 100, 200):
+        product = decode.product if rows <= 16 else middle.product
+        yield (
+            f"{'decode' if rows <= 16 else 'middle'} fp8, {rows} rows",
+            lambda r=rows, p=product: p(normal(r, d_in), head, None, (), (), (), dtype=torch.float32),
+        )
+    yield "dequantize fp8", lambda: dense.dequantize_tiles(head, normal(361, d_in))
     yield (
         "middle, adapters of rank 48",
         lambda: middle.product(

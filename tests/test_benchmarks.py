@@ -79,13 +79,15 @@ def test_layers_are_timed_by_format_and_tokens_in_toy_shapes(tmp_path):
 
 
 def test_the_benchmark_of_linear_layers_checks_and_times_each_kernel(tmp_path):
-    command = [sys.executable, "-m", "qerl", "bench", "kernels", "--tiny", "--out", str(tmp_path / "kernels.json")]
+    heads_of = ("bf16", "fp8", "fp8+tiles", "fp8+dense", "nvfp4")
+    options = ["--tiny", "--head-formats", *heads_of, "--out", str(tmp_path / "kernels.json")]
+    command = [sys.executable, "-m", "qerl", "bench", "kernels", *options]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     rows = json.loads((tmp_path / "kernels.json").read_text())["rows"]
     heads = [row for row in rows if "head" in row]
     assert [row["rows"] for row in heads] == [1, 5]
-    assert all(row[fmt]["floor_us"] > 0 and row[fmt]["us"] > 0 for row in heads for fmt in ("bf16", "fp8", "nvfp4"))
+    assert all(row[fmt]["floor_us"] > 0 and row[fmt]["us"] > 0 for row in heads for fmt in heads_of)
     linears = [row for row in rows if "head" not in row]
     assert [(row["rank"], row["rows"]) for row in linears] == [(32, 1), (32, 5), (16, 1)]
     for row in linears:
