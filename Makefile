@@ -2,7 +2,7 @@
 # make test      lint, types and the whole CPU test suite
 # make check     lint and types alone
 # make test-gpu  tests that need a CUDA device
-# make bench     kernels, rollouts and training steps on a CUDA device
+# make bench     tests and all benchmarks on a CUDA device, into measured/ (GPUS=0,1, SECONDS=600)
 # make docs      regenerate docs/config.md and docs/metrics.md
 #
 # Each target first makes .venv and installs into it, once for each state of pyproject.toml and constraints.txt.
@@ -41,7 +41,7 @@ test-gpu: $(DEV)
 	$(PY) -m pytest -m gpu
 
 bench: $(DEV)
-	for name in kernels rollout step; do $(PY) -m qerl bench $$name || exit 1; done
+	$(PY) scripts/measure.py --out measured $(if $(GPUS),--gpus $(GPUS)) $(if $(SECONDS),--seconds $(SECONDS))
 
 docs: $(DEV)
 	$(PY) -m qerl.config.docs > docs/config.md.tmp && mv docs/config.md.tmp docs/config.md

@@ -144,7 +144,6 @@ def test_the_rollout_benchmark_runs_in_toy_shapes(tmp_path):
 
 
 def test_the_rollout_benchmark_needs_no_file():
-    """As `make bench` calls it."""
     command = [
         sys.executable,
         "-m",

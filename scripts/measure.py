@@ -1,0 +1,289 @@
+"""Everything that is measured on a GPU machine, job by job: tests on the device, benchmarks, and the files under results/.
+
+    python scripts/measure.py [JOBS.yaml] --out DIR [--gpus 0,1] [--seconds 1200] [--only NAME,NAME] [--kind tests,kernels] [--dry-run]
+
+The list (default: benchmarks/jobs.yaml) says of each job its command, the seconds it may take, whether it needs a GPU to itself, what it needs beside
+the repository, and the files that it writes. Jobs begin in the list's order on the first GPU that is free; one that does not fit into what is left of
+`--seconds` is left out, and a later, shorter one may run. Jobs that need no GPU to themselves run beside each other, up to `--beside` on one.
+
+DIR/NAME holds a job's files (`$OUT` in its command), its output (log.txt) and job.json: command, commit, GPU, exit status, seconds. A job is killed with
+all it has started when its seconds are over; benchmarks write their files as they go. What job.json says ended well is not run again.
+Exit status 0: all that was asked for has ended well; 1: a job failed, was killed or was left out; 2: the list or an option is wrong; 130: Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NoReturn
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from qerl.errors import CheckpointError, nearest
+from qerl.model.locate import resolve_model_path
+
+ROOT = Path(__file__).resolve().parents[1]
+JOBS = ROOT / "benchmarks" / "jobs.yaml"
+
+
+class Job(BaseModel):
+    """One entry of the list.
+
+    Attributes:
+        kind: what `--kind` chooses by.
+        command: for bash, in the repository's root; `$OUT` is the job's folder, `python` this interpreter.
+        seconds: limit.
+        alone: needs a GPU to itself, because its times are reported.
+        models: checkpoints that must be there, by name.
+        packages: modules that must be importable.
+        writes: files of `$OUT` that belong into results/.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str = Field(pattern=r"^[a-z0-9_]+$")
+    kind: str
+    command: str
+    seconds: float = Field(gt=0)
+    alone: bool = True
+    models: tuple[str, ...] = ()
+    packages: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ()
+
+    def lacks(self) -> list[str]:
+        """What this machine does not have of what the job needs."""
+        missing = [f"package {name}" for name in self.packages if importlib.util.find_spec(name) is None]
+        for name in self.models:
+            try:
+                resolve_model_path(name)
+            except CheckpointError:
+                missing.append(f"model {name}")
+        return missing
+
+
+class JobList(BaseModel):
+    """The whole list; no name stands in it twice."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    jobs: tuple[Job, ...]
+
+    @model_validator(mode="after")
+    def _no_name_twice(self) -> JobList:
+        names = [job.name for job in self.jobs]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"jobs of one name: {', '.join(twice)}")
+        return self
+
+
+class Measurement:
+    """Runs jobs on GPUs until all have ended or the time is over.
+
+    Args:
+        out: folder of all jobs; made.
+        gpus: their numbers, as CUDA_VISIBLE_DEVICES takes them.
+        seconds: for everything; None is without a limit.
+        beside: jobs on one GPU at a time, of those that need none to themselves.
+    """
+
+    def __init__(self, jobs: Sequence[Job], out: Path, gpus: Sequence[str], seconds: float | None, beside: int):
+        self.ended: dict[str, str] = {}
+        self._waiting = list(jobs)
+        self._out, self._gpus, self._beside = out, gpus, beside
+        self._began = time.monotonic()
+        self._seconds = seconds
+        self._running: dict[str, list[Job]] = {gpu: [] for gpu in gpus}
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._changed = threading.Condition()
+        self._stopped = False
+        self._commit = subprocess.run(
+            ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
+        ).stdout.strip()
+        tools = out / ".bin"
+        tools.mkdir(parents=True, exist_ok=True)
+        # Not a link: outside its virtual environment an interpreter does not find what is installed there.
+        (tools / "python").write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n')
+        (tools / "python").chmod(0o755)
+        self._environment = os.environ | {
+            "PATH": f"{tools.resolve()}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
+            "PYTHONPATH": os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(ROOT)))),
+            "PYTHONUNBUFFERED": "1",
+        }
+
+    def run(self) -> dict[str, str]:
+        """How each job ended: "ok", "exit N", "killed after N s", or why it was left out."""
+        threads = []
+        try:
+            with self._changed:
+                while self._waiting or any(self._running.values()):
+                    for gpu in self._gpus:
+                        while (job := self._next(gpu)) is not None:
+                            self._running[gpu].append(job)
+                            threads.append(threading.Thread(target=self._run, args=(job, gpu), daemon=True))
+                            threads[-1].start()
+                    if any(self._running.values()):
+                        self._changed.wait()
+        except KeyboardInterrupt:
+            self._stopped = True
+            raise
+        finally:
+            for process in list(self._processes.values()):
+                kill(process)
+        for thread in threads:
+            thread.join()
+        return self.ended
+
+    def _left(self) -> float:
+        return float("inf") if self._seconds is None else self._seconds - (time.monotonic() - self._began)
+
+    def _next(self, gpu: str) -> Job | None:
+        """The job to begin on a GPU now; those that cannot end in time leave the list."""
+        for job in list(self._waiting):
+            if job.seconds > self._left():
+                self._waiting.remove(job)
+                self._tell(job, f"left out: it may take {job.seconds:g} s and {max(0, self._left()):.0f} are left")
+                continue
+            running = self._running[gpu]
+            if running and (job.alone or running[0].alone or len(running) >= self._beside):
+                return None
+            self._waiting.remove(job)
+            return job
+        return None
+
+    def _run(self, job: Job, gpu: str) -> None:
+        folder = self._out / job.name
+        folder.mkdir(parents=True, exist_ok=True)
+        environment = self._environment | {"OUT": str(folder.resolve()), "CUDA_VISIBLE_DEVICES": gpu}
+        began, how = time.monotonic(), "not started"
+        self._say(f"{job.name} begins on GPU {gpu}, {job.seconds:g} s at most")
+        try:
+            with (folder / "log.txt").open("wb") as log:
+                process = subprocess.Popen(
+                    ["bash", "-c", job.command],
+                    cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
+                )  # fmt: skip
+                self._processes[job.name] = process
+                try:
+                    status = process.wait(timeout=job.seconds)
+                    how = "ok" if status == 0 else f"exit {status}"
+                except subprocess.TimeoutExpired:
+                    how = f"killed after {job.seconds:g} s"
+                if self._stopped:
+                    how = "stopped"
+                kill(process)
+        finally:
+            record = job.model_dump() | {"ended": how, "took": time.monotonic() - began, "gpu": gpu}
+            (folder / "job.json").write_text(json.dumps(record | {"commit": self._commit}, indent=1) + "\n")
+            with self._changed:
+                self._running[gpu].remove(job)
+                self._tell(job, how, f" after {time.monotonic() - began:.1f} s" if "after" not in how else "")
+                self._changed.notify_all()
+
+    def _tell(self, job: Job, how: str, more: str = "") -> None:
+        self.ended[job.name] = how
+        self._say(f"{job.name}: {how}{more}")
+
+    def _say(self, text: str) -> None:
+        print(f"[{time.monotonic() - self._began:7.1f}] {text}", flush=True)
+
+
+def kill(process: subprocess.Popen[bytes]) -> None:
+    """Ends a job and everything that it has started."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def read_jobs(path: Path) -> tuple[Job, ...]:
+    """The jobs of a list, in its order; ends the program with 2 where it is none."""
+    try:
+        return JobList.model_validate(yaml.safe_load(path.read_text())).jobs
+    except (OSError, yaml.YAMLError, ValidationError) as error:
+        refuse(f"{path} is no list of jobs: {error}")
+
+
+def chosen(jobs: Sequence[Job], only: Sequence[str], kinds: Sequence[str]) -> list[Job]:
+    """The jobs of these names (in the order named) or kinds; ends the program with 2 for one that does not exist."""
+    for names, known, what in (
+        (only, [job.name for job in jobs], "job"),
+        (kinds, sorted({job.kind for job in jobs}), "kind"),
+    ):
+        for name in names:
+            if name not in known:
+                close = nearest(name, known)
+                refuse(f"there is no {what} {name}; " + (f"did you mean {close}?" if close else ", ".join(known)))
+    by_name = {job.name: job for job in jobs}
+    found = [by_name[name] for name in only] if only else list(jobs)
+    return [job for job in found if not kinds or job.kind in kinds]
+
+
+def ended_well(folder: Path) -> bool:
+    """Whether a job's record says so."""
+    try:
+        record: dict[str, Any] = json.loads((folder / "job.json").read_text())
+    except (OSError, ValueError):
+        return False
+    return record.get("ended") == "ok"
+
+
+def refuse(text: str) -> NoReturn:
+    """One message, exit status 2."""
+    print(f"error: {text}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The program; see the module."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("jobs", nargs="?", type=Path, default=JOBS, metavar="JOBS.yaml")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR")
+    parser.add_argument("--gpus", default="0", help="numbers of the GPUs to use (default 0)")
+    parser.add_argument("--seconds", type=float, help="for everything")
+    parser.add_argument("--beside", type=int, default=4, help="jobs beside each other on a GPU (default 4)")
+    parser.add_argument("--only", default="", metavar="NAME,NAME", help="these jobs, in this order")
+    parser.add_argument("--kind", default="", metavar="KIND,KIND")
+    parser.add_argument("--dry-run", action="store_true", help="print what would run")
+    options = parser.parse_args(arguments)
+    names = [[name for name in text.split(",") if name] for text in (options.only, options.kind, options.gpus)]
+    if not names[2] or options.beside < 1:
+        refuse("--gpus needs a number at least, and --beside one job")
+    jobs = chosen(read_jobs(options.jobs), names[0], names[1])
+    left_out = {}
+    for job in list(jobs):
+        lacks = job.lacks()
+        if ended_well(options.out / job.name):
+            print(f"{job.name}: has ended well already")
+        elif lacks:
+            left_out[job.name] = f"left out: no {', no '.join(lacks)} here"
+            print(f"{job.name}: {left_out[job.name]}")
+        else:
+            continue
+        jobs.remove(job)
+    if options.dry_run:
+        for job in jobs:
+            print(f"{job.name}: {job.seconds:g} s{' alone' if job.alone else ''}: {job.command.strip()}")
+        alone = sum(job.seconds for job in jobs if job.alone)
+        print(f"{alone:g} s of GPUs alone, {sum(job.seconds for job in jobs) - alone:g} s beside each other")
+        return 0
+    try:
+        ended = left_out | Measurement(jobs, options.out, names[2], options.seconds, options.beside).run()
+    except KeyboardInterrupt:
+        print("stopped; the same command goes on with the jobs that have not ended well", file=sys.stderr)
+        return 130
+    return int(any(how != "ok" for how in ended.values()))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

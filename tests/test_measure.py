@@ -1,0 +1,153 @@
+"""The list of measurements and its runner, with commands that need no GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[1]
+spec = importlib.util.spec_from_file_location("measure", ROOT / "scripts" / "measure.py")
+measure = importlib.util.module_from_spec(spec)
+sys.modules["measure"] = measure
+spec.loader.exec_module(measure)
+
+
+@pytest.fixture
+def run(tmp_path, capsys):
+    """Runs a list of jobs; gives exit status, what was printed, and the records by name."""
+
+    def call(jobs, *options, name="jobs.yaml"):
+        path = tmp_path / name
+        path.write_text(yaml.safe_dump({"jobs": [{"kind": "benchmark", "seconds": 20} | job for job in jobs]}))
+        status = measure.main([str(path), "--out", str(tmp_path / "out"), *options])
+        records = {file.parent.name: json.loads(file.read_text()) for file in (tmp_path / "out").glob("*/job.json")}
+        return status, capsys.readouterr().out, records
+
+    return call
+
+
+def test_a_job_has_its_folder_gpu_interpreter_and_record(run, tmp_path):
+    command = (
+        "python -c 'import os, sys, yaml; print(sys.executable, os.environ[\"CUDA_VISIBLE_DEVICES\"])' > $OUT/made; pwd"
+    )
+    status, told, records = run([{"name": "one", "command": command}], "--gpus", "3")
+    made, gpu = (tmp_path / "out" / "one" / "made").read_text().split()
+    assert status == 0 and "one: ok" in told
+    assert Path(made).resolve() == Path(sys.executable).resolve() and gpu == "3"
+    assert (tmp_path / "out" / "one" / "log.txt").read_text().strip() == str(ROOT)
+    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert records["one"]["ended"] == "ok" and records["one"]["commit"] == head.stdout.strip()
+
+
+def test_a_failure_is_told_and_the_rest_goes_on_and_what_ended_well_is_not_done_again(run, tmp_path):
+    jobs = [{"name": "bad", "command": "exit 3"}, {"name": "good", "command": f"echo x >> {tmp_path}/times"}]
+    status, _, records = run(jobs)
+    assert status == 1 and records["bad"]["ended"] == "exit 3" and records["good"]["ended"] == "ok"
+    jobs[0]["command"] = "true"
+    status, told, records = run(jobs)
+    assert status == 0 and "good: has ended well already" in told and records["bad"]["ended"] == "ok"
+    assert (tmp_path / "times").read_text() == "x\n"
+
+
+def test_a_job_is_killed_with_what_it_has_started(run, tmp_path):
+    command = f"(sleep 1.2; touch {tmp_path}/late) & sleep 30"
+    status, _, records = run([{"name": "slow", "command": command, "seconds": 0.4}])
+    assert status == 1 and records["slow"]["ended"] == "killed after 0.4 s" and records["slow"]["took"] < 5
+    time.sleep(1.2)
+    assert not (tmp_path / "late").exists()
+
+
+def test_what_does_not_fit_is_left_out_and_a_shorter_job_runs(run):
+    jobs = [{"name": "long", "command": "true", "seconds": 50}, {"name": "short", "command": "true", "seconds": 2}]
+    status, told, records = run(jobs, "--seconds", "10")
+    assert status == 1 and records.keys() == {"short"}
+    assert "long: left out: it may take 50 s and 10 are left" in told
+
+
+def test_jobs_alone_have_a_gpu_to_themselves_and_others_share_one(run, tmp_path):
+    """Each job notes who runs at its end: itself and those that began before and have not ended."""
+    note = (
+        "touch {0}/on/$CUDA_VISIBLE_DEVICES.{1}; sleep .3; ls {0}/on > $OUT/seen; rm {0}/on/$CUDA_VISIBLE_DEVICES.{1}"
+    )
+    (tmp_path / "on").mkdir()
+    shared, alone = ("a", "b", "c"), ("d", "e", "f", "g")
+    jobs = [
+        {"name": name, "command": note.format(tmp_path, name), "alone": name in alone}
+        for name in (*shared, *alone)
+    ]  # fmt: skip
+    status, _, records = run(jobs, "--gpus", "0,1", "--beside", "2")
+    assert status == 0
+    beside = {
+        name: {entry for entry in (tmp_path / "out" / name / "seen").read_text().split() if entry[0] == record["gpu"]}
+        for name, record in records.items()
+    }
+    assert all(beside[name] == {f"{records[name]['gpu']}.{name}"} for name in alone)
+    assert records["a"]["gpu"] == records["b"]["gpu"] == "0" and len(beside["a"] | beside["b"]) == 2
+    assert records["c"]["gpu"] == "1" and {records[name]["gpu"] for name in alone} == {"0", "1"}
+
+
+def test_needs_are_looked_for_before_anything_runs(run):
+    jobs = [
+        {"name": "model", "command": "true", "models": ["no-such-model"]},
+        {"name": "package", "command": "true", "packages": ["no_such_package"]},
+        {"name": "demo", "command": "true", "models": ["demo"], "packages": ["torch"]},
+    ]
+    status, told, records = run(jobs)
+    assert status == 1 and records.keys() == {"demo"}
+    assert "model: left out: no model no-such-model here" in told
+    assert "package: left out: no package no_such_package here" in told
+
+
+def test_names_and_kinds_choose_and_a_dry_run_runs_nothing(run, tmp_path):
+    jobs = [{"name": name, "command": f"touch {tmp_path}/{name}", "kind": kind} for name, kind in ("ax", "by", "cx")]
+    _, told, records = run(jobs, "--only", "c,a", "--dry-run")
+    assert [line.split(":")[0] for line in told.splitlines()[:2]] == ["c", "a"] and not records
+    assert "40 s of GPUs alone, 0 s beside each other" in told
+    assert run(jobs, "--kind", "y")[2].keys() == {"b"}
+
+
+@pytest.mark.parametrize(
+    ("content", "options", "said"),
+    [
+        ("jobs: [", (), "no list of jobs"),
+        ("jobs: [{name: a, kind: b, command: c, seconds: 0}]", (), "greater than 0"),
+        ("jobs: [{name: a, kind: b, command: c, seconds: 1, gpu: 2}]", (), "gpu"),
+        ("jobs: [{name: a, kind: b, command: c, seconds: 1}, {name: a, kind: b, command: c, seconds: 1}]", (), "jobs of one name: a"),
+        ("jobs: [{name: abc, kind: b, command: c, seconds: 1}]", ("--only", "abd"), "did you mean abc?"),
+        ("jobs: []", ("--gpus", ","), "--gpus needs"),
+    ],
+)  # fmt: skip
+def test_a_wrong_list_or_option_ends_with_2(tmp_path, capsys, content, options, said):
+    (tmp_path / "jobs.yaml").write_text(content)
+    with pytest.raises(SystemExit) as caught:
+        measure.main([str(tmp_path / "jobs.yaml"), "--out", str(tmp_path / "out"), *options])
+    assert caught.value.code == 2 and said in capsys.readouterr().err
+
+
+JOBS = measure.read_jobs(measure.JOBS)
+
+
+@pytest.mark.parametrize("job", JOBS, ids=lambda job: job.name)
+def test_every_job_of_the_list_names_what_exists_and_writes_what_it_says(job):
+    for name in job.writes:
+        assert f"$OUT/{name}" in job.command
+    for word in job.command.replace("$OUT/", "").split():
+        if word.startswith(("tests/", "benchmarks/", "scripts/", "configs/")):
+            assert (ROOT / word).exists(), word
+    words = job.command.split()
+    for before, name in pairwise(words):
+        if before == "bench":
+            assert (ROOT / "benchmarks" / f"{name}.py").exists(), name
+
+
+def test_a_file_has_one_job():
+    written = [name for job in JOBS for name in job.writes]
+    assert len(written) == len(set(written))
