@@ -49,6 +49,10 @@ HOPPER = [
             *(middle.choose(tokens, 9496, 14, DEVICE, "fp8") for tokens in (32, 96, 256)),
         )
     ),
+    *(
+        ("middle", {**middle.macros(shape), "H_PAIRS": 2}, middle.wgmma_source(shape.tokens))
+        for shape in (middle.choose(tokens, 288, 56, DEVICE) for tokens in (128, 256))
+    ),
 ]
 
 
