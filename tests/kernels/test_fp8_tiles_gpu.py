@@ -5,11 +5,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from fp4_builders import cuda
+from fp4_builders import adapters_of, cuda
 
 from qerl.formats import PackedWeight, dequantize, get_format
 from qerl.formats.fp8 import TILED_ON
-from qerl.kernels.fp4_linear import decode, dense, middle, regimes
+from qerl.kernels.fp4_linear import decode, dense, fp4_linear, keeps, middle, regimes
+from qerl.kernels.fp4_linear.adapter import flatten
 from qerl.kernels.fp4_linear.cuda import regime_of
 from qerl.kernels.token_logprobs import head_logits
 
@@ -168,6 +169,17 @@ def test_the_kernel_of_the_natural_order_gives_the_same_logits():
         hidden = cuda(count, 896, seed=count)
         ours, theirs = head_logits(hidden, tiled), head_logits(hidden, head)
         assert float((ours - theirs).norm() / theirs.norm()) < FLOAT32_SUMS
+
+
+def test_as_a_layer_it_is_left_to_the_plain_products():
+    """Its divisors are of rows, which cuBLAS has no place for, and its kernels keep no room for adapters."""
+    head, x = FORMAT.quantize(cuda(300, 136, scale=0.05)), cuda(40, 136, seed=3)
+    tiled, parts = FORMAT.tiled(head), adapters_of((300,), 136, 8)
+    assert not middle.takes(x, tiled, *flatten(parts))
+    assert not keeps(tiled, torch.bfloat16)
+    with torch.no_grad():
+        for given in ((), parts):
+            assert torch.equal(fp4_linear(x, tiled, None, given), fp4_linear(x, head, None, given))
 
 
 def test_a_head_comes_back_byte_for_byte_and_has_its_default_order():

@@ -15,7 +15,7 @@ from qerl.formats import PackedWeight
 from qerl.kernels.cuda import Kernel, Launch, TensorMap, tensor_map
 from qerl.kernels.fp4_linear import record
 from qerl.kernels.fp4_linear.adapter import Placement
-from qerl.kernels.fp4_linear.tiled import TILED
+from qerl.kernels.fp4_linear.tiled import TILED, by_rows
 from qerl.kernels.fp4_linear.workspace import H_COUNTERS, SCALE_BASE, TILE_COUNTERS, Workspace, compiled, workspace
 
 NARROW, WIDEST = 128, 256
@@ -137,8 +137,8 @@ class Shape:
 
     @property
     def adapter_bytes(self) -> int:
-        """Bytes of shared memory behind the ring: 32 ranks of B and h of a tile."""
-        return 64 * (self.tokens + self.block_rows)
+        """Bytes of shared memory behind the ring: 32 ranks of B and h of a tile, where there may be adapters."""
+        return 0 if TILED[self.format].by_rows else 64 * (self.tokens + self.block_rows)
 
     @property
     def shared(self) -> int:
@@ -162,6 +162,7 @@ def takes(
         and x_TI.shape[0] > 0
         and weight.shape[1] % 8 == 0
         and record.fits(weight, placements, a_RI, b_OR)
+        and not (placements and by_rows(weight))
         and _aligned(placements, a_RI, b_OR)
         and _apart(placements)
     )

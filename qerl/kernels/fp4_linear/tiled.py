@@ -22,6 +22,8 @@ class Tiled:
     """Shared memory of a block for what stands behind the table."""
     divisor: float
     """What sums with V are divided by, where the format stores no divisor."""
+    by_rows: bool
+    """Every row has a divisor of its own, as in LM heads: nothing multiplies such tiles but the kernels that divide where a row ends, and never with adapters."""
 
     def macros(self, stride: int) -> dict[str, int]:
         """Compile-time constants of cuda/format.cuh; pairs of codes are `stride` bytes apart, 128 or 256, where they are looked up."""
@@ -32,11 +34,11 @@ class Tiled:
         return 256 * stride + self.beside_table if self.looks_up else 0
 
 
-def _tiled(name: str, number: int, beside_table: int = 0) -> Tiled:
+def _tiled(name: str, number: int, beside_table: int = 0, *, by_rows: bool = False) -> Tiled:
     fmt = get_format(name)
     assert isinstance(fmt, TiledFormat), name
     layout = fmt.tile_layout
-    return Tiled(number, layout.tile_bytes, layout.pairs, beside_table, fmt.tile_divisor)
+    return Tiled(number, layout.tile_bytes, layout.pairs, beside_table, fmt.tile_divisor, by_rows)
 
 
 TILED = {
@@ -44,12 +46,11 @@ TILED = {
     "mxfp4": _tiled("mxfp4", 1),
     "nf4": _tiled("nf4", 2),
     "nf4_dq": _tiled("nf4_dq", 3, 1024),
-    "fp8": _tiled("fp8", 4),
+    "fp8": _tiled("fp8", 4, by_rows=True),
 }
 """By name of the format."""
 
 
 def by_rows(weight: PackedWeight) -> bool:
-    """Whether every row has a divisor of its own, as of an FP8 head: its tiles are read by the kernels that divide where a row ends, and by nothing
-    that leaves one divisor a segment to cuBLAS."""
-    return "divisor" in weight.tensors
+    """`Tiled.by_rows` of a weight; False of a format without tiles."""
+    return weight.format in TILED and TILED[weight.format].by_rows
