@@ -38,6 +38,8 @@ def test_the_mechanism_matrix_holds_the_arms_the_literature_lacks():
         "nvfp4_aqn_kl": ("kl", 2e-2),
         "nvfp4_aqn_paper": ("absolute", 1e-2),
         "bf16_aqn": ("absolute", 5e-2),
+        "bf16_aqn_kl": ("kl", 2e-2),
+        "bf16_aqn_paper": ("absolute", 1e-2),
     }
     assert {c.config.quant.format for c in first.values()} == {"bf16", "nvfp4", "nf4"}
     assert {name for name, c in first.items() if c.pending} == {"nvfp4_t", "bf16_t"}
