@@ -13,9 +13,8 @@ from qerl.experiments.final import Trained, evaluate_trained, from_trainer, miss
 from qerl.experiments.manifest import State, work_folder
 from qerl.experiments.plan import Plan
 from qerl.experiments.process import AGAIN
-from qerl.experiments.shared import evaluate_before
+from qerl.experiments.shared import evaluate_before, take_probe
 from qerl.experiments.summary import write_cell_summary
-from qerl.metrics.files import whole_file
 from qerl.metrics.run_dir import RunDir
 from qerl.metrics.run_lock import RunLock
 from qerl.train.run import train
@@ -88,18 +87,15 @@ def _train_and_evaluate(plan: Plan, cell: Cell, run: RunDir, deadline: Deadline)
             with StopRequest(lambda text: None) as stop:
                 finals(reopen(config, run), stop)
     else:
-        resume = _prepare(plan, run)
-        try:
-            train(
-                config,
-                resume=resume,
-                deadline=deadline,
-                before=lambda trainer, stop: evaluate_before(trainer, stop, plan.out),
-                after=lambda trainer, stop: finals(from_trainer(trainer), stop),
-                again=AGAIN,
-            )
-        finally:
-            share_probe(plan, run)
+        train(
+            config,
+            resume=_prepare(run),
+            deadline=deadline,
+            begin=lambda trainer, stop: take_probe(trainer, stop, plan.out),
+            before=lambda trainer, stop: evaluate_before(trainer, stop, plan.out),
+            after=lambda trainer, stop: finals(from_trainer(trainer), stop),
+            again=AGAIN,
+        )
         if not has_all_steps(run):
             return "stopped"
     if signal_number is not None and not done:
@@ -136,23 +132,10 @@ def _refuse_strangers(plan: Plan, cell: Cell, run: RunDir) -> None:
         )
 
 
-def _prepare(plan: Plan, run: RunDir) -> bool:
-    """Whether to go on from a checkpoint. A start that never saved is begun anew; every cell gets the matrix's probe set."""
+def _prepare(run: RunDir) -> bool:
+    """Whether to go on from a checkpoint. A start that never saved is begun anew."""
     if run.holds_a_run() and run.latest_checkpoint() is not None:
         return True
     if run.path.exists():
         shutil.rmtree(run.path)
-    shared = RunDir(plan.out).probe_path
-    if shared.exists():
-        run.path.mkdir(parents=True)
-        with whole_file(run.probe_path) as copy:
-            shutil.copyfile(shared, copy)
     return False
-
-
-def share_probe(plan: Plan, run: RunDir) -> None:
-    """The first cell's probe set becomes that of all: entropies are compared on one set."""
-    shared = RunDir(plan.out).probe_path
-    if run.probe_path.exists() and not shared.exists():
-        with whole_file(shared) as copy:
-            shutil.copyfile(run.probe_path, copy)

@@ -13,7 +13,7 @@ from qerl.experiments.cells import Cell
 from qerl.experiments.choice import choose
 from qerl.experiments.final import missing
 from qerl.experiments.matched import fingerprint, reference_of
-from qerl.experiments.one_cell import FAILURES, lock, run_cell, share_probe
+from qerl.experiments.one_cell import FAILURES, lock, run_cell
 from qerl.experiments.plan import Plan, open_plan, record_plan
 from qerl.experiments.pool import Pool, visible_devices
 from qerl.experiments.portable import DONE, Portable
@@ -155,14 +155,9 @@ def _run_pool(plan: Plan, orders: Orders, deadline: Deadline, say: Say, portable
 
 
 def _common_part_is_made(plan: Plan) -> bool:
-    """Whether what all cells share, the probe set, is there, or none asks for it: the first cell makes it with its first step."""
+    """Whether what all cells share, the probe set, is there, or none asks for it: the first cell makes it before all else."""
     asked = any(cell.config is not None and cell.config.diagnostics.every for cell in plan.cells)
-    if not asked or RunDir(plan.out).probe_path.exists():
-        return True
-    begun = [run for cell in plan.cells if (run := plan.run(cell)).metrics_path.exists()]
-    for run in begun:
-        share_probe(plan, run)
-    return bool(begun)
+    return not asked or RunDir(plan.out).probe_path.exists()
 
 
 def _due_in_pool(plan: Plan, orders: Orders, tried: Collection[str]) -> list[Cell]:

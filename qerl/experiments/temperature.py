@@ -17,6 +17,7 @@ from torch import Tensor
 from qerl.config.schema import Config
 from qerl.errors import ConfigError
 from qerl.experiments.schema import MatchConfig
+from qerl.experiments.shared import only_maker_of_probe
 from qerl.metrics.run_dir import RunDir
 from qerl.model.aqn import Noise
 from qerl.records import TrainBatch
@@ -130,7 +131,8 @@ def _probe(config: Config, out: RunDir) -> Iterator[tuple[Session, list[TrainBat
     session = open_session(config)
     source, split = (config.data.eval, "test") if config.data.eval is not None else (config.data.train, "train")
     prompts, _, _ = load_prompts(config, session.tokenizer, source, split, config.diagnostics.probe_prompts)
-    probe = open_probe(config, out, session, prompts)
+    with only_maker_of_probe(out.path, lambda text: None):
+        probe = open_probe(config, out, session, prompts)
     size = config.rollout.group_size
     items = [replace(cut(item, config.diagnostics.probe_tokens), sample_key=size * i) for i, item in enumerate(probe)]
     with torch.no_grad():

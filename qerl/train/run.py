@@ -50,6 +50,7 @@ def train(
     resume: bool = False,
     stop_after: int | None = None,
     deadline: Deadline | None = None,
+    begin: Callable[[Trainer, StopRequest], None] | None = None,
     before: Callable[[Trainer, StopRequest], dict[str, float]] | None = None,
     after: Callable[[Trainer, StopRequest], None] | None = None,
     again: str | None = None,
@@ -61,6 +62,7 @@ def train(
         resume: continue the run in the folder from its newest checkpoint; a larger ``train.steps`` lengthens it.
         stop_after: end after this step with a checkpoint; the plan (schedules, noise stages) stays that of the whole run.
         deadline: end with a checkpoint after the step before which it is reached.
+        begin: called with the live trainer of a new run, before all else that it does.
         before: makes the evaluation before training, or takes over one that is known (``Trainer.evaluate_before``).
         after: called with the live trainer when the plan is finished, before the summary.
         again: the command that goes on with a stopped run, for its last words; None is the same one with ``--resume``.
@@ -98,7 +100,7 @@ def train(
         for text in [*length_notes, *([lock.note] if lock.note else [])]:
             trainer.warn(text)
         trainer.progress.start(header(config, session, trainer))
-        run_to_end(trainer, stop_after, deadline, after, again)
+        run_to_end(trainer, stop_after, deadline, begin, after, again)
     return run.path
 
 
@@ -106,6 +108,7 @@ def run_to_end(
     trainer: Trainer,
     stop_after: int | None,
     deadline: Deadline | None,
+    begin: Callable[[Trainer, StopRequest], None] | None,
     after: Callable[[Trainer, StopRequest], None] | None,
     again: str | None,
 ) -> None:
@@ -116,6 +119,8 @@ def run_to_end(
     """
     with trainer.writer, trainer.rewarder, StopRequest(trainer.progress.say) as stop:
         try:
+            if begin is not None and trainer.state.step == 0:
+                begin(trainer, stop)
             finished = trainer.fit(stop, stop_after, deadline)
             if finished and after is not None:
                 after(trainer, stop)

@@ -6,6 +6,7 @@ import fcntl
 import json
 import time
 from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +16,7 @@ from qerl.config.load import load_config
 from qerl.errors import ConfigError
 from qerl.experiments.plan import open_plan
 from qerl.experiments.runner import Orders, run_matrix
-from qerl.experiments.shared import FOLDER, evaluate_before
+from qerl.experiments.shared import FOLDER, PROBE_LOCK, evaluate_before, take_probe
 from qerl.metrics.run_dir import RunDir
 from qerl.train.run import train
 
@@ -118,3 +119,58 @@ def test_a_trained_model_answers_questions_of_another_set_too(tmp_path):
     finals = [{"name": "others", "data": str(tmp_path / "none.jsonl")}]
     with pytest.raises(ConfigError, match=r"no cell of the matrix can run.*none\.jsonl"):
         open_plan(write_matrix(tmp_path, arms=ARMS[:1], final=finals), [], tmp_path / "other")
+
+
+def matrix_run(folder, made, make=None):
+    """A cell at step 0, which notes in ``made`` when it makes a probe set."""
+
+    def make_probe(shared):
+        if not shared.probe_path.exists():
+            made.append(folder.name)
+            (make or (lambda: None))()
+            shared.write_json(shared.probe_path, {"made by": folder.name})
+
+    config = load_config(None, ["model.path=none"])
+    diagnostics = SimpleNamespace(make_probe=make_probe)
+    progress = SimpleNamespace(note=lambda text: None)
+    return SimpleNamespace(config=config, run=RunDir(folder), diagnostics=diagnostics, progress=progress)
+
+
+GOING_ON = SimpleNamespace(requested=False)
+
+
+def test_first_cells_of_several_commands_take_one_probe_set(tmp_path):
+    """Two that made one each compared entropies on different contexts."""
+    made: list[str] = []
+    begun = Barrier(3)
+    cells = [matrix_run(tmp_path / f"cell{i}", made) for i in range(3)]
+
+    def take(cell):
+        begun.wait()
+        take_probe(cell, GOING_ON, tmp_path)
+
+    with ThreadPoolExecutor(3) as threads:
+        list(threads.map(take, cells))
+    assert len(made) == 1
+    assert {path.read_text() for path in tmp_path.glob("*/probe.json")} == {(tmp_path / "probe.json").read_text()}
+    # A copy of the folder may have been taken before it got there; a cell has it still.
+    (tmp_path / "probe.json").unlink()
+    take_probe(matrix_run(tmp_path / "late", made), GOING_ON, tmp_path)
+    assert len(made) == 1 and (tmp_path / "late" / "probe.json").read_text() == (tmp_path / "probe.json").read_text()
+
+
+def test_a_cell_that_dies_while_it_makes_the_probe_set_leaves_none(tmp_path):
+    made: list[str] = []
+
+    def dies():
+        raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        take_probe(matrix_run(tmp_path / "first", made, dies), GOING_ON, tmp_path)
+    assert not list(tmp_path.rglob("probe.json"))
+    take_probe(matrix_run(tmp_path / "second", made), GOING_ON, tmp_path)
+    assert made == ["first", "second"]
+    with (tmp_path / PROBE_LOCK).open("r+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(KeyboardInterrupt):
+            take_probe(matrix_run(tmp_path / "third", made), SimpleNamespace(requested=True), tmp_path)

@@ -284,27 +284,6 @@ def test_a_manifest_that_cannot_be_written_is_a_message(tmp_path, monkeypatch, f
         Manifest(tmp_path).note("plain-s0", device="0")
 
 
-def test_a_copy_of_a_file_that_all_cells_take_is_whole_or_not_there(tmp_path, monkeypatch):
-    """A cell that is killed while it hands on its probe set leaves none of it under the name that others read."""
-    plan = open_plan(write_matrix(tmp_path), [], tmp_path / "out")
-    run = RunDir.create(plan.run(plan.cells[0]).path)
-    run.write_json(run.probe_path, {"version": 1})
-    shared = RunDir(plan.out).probe_path
-
-    def half(source, target):
-        Path(target).write_text("{")
-        assert not shared.exists()
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(one_cell.shutil, "copyfile", half)
-    with pytest.raises(OutputError, match=r"probe\.json cannot be written"):
-        one_cell.share_probe(plan, run)
-    monkeypatch.undo()
-    assert not shared.exists()
-    one_cell.share_probe(plan, run)
-    assert shared.read_bytes() == run.probe_path.read_bytes()
-
-
 def test_folders_that_a_killed_command_was_replacing_come_back(tmp_path):
     """A checkpoint, the portable form of a cell, and a cell of a copy that was taken at that moment."""
     path = write_matrix(tmp_path, arms=[ARMS[0]])

@@ -119,6 +119,10 @@ class Diagnostics:
         drawn = replace(state, stream=NOISE_STREAM, mode="replace", sigma=state.displacement / state.factor, history=())
         return [replace(drawn, rollout=draw).materialize(self.session.model) for draw in range(count)]
 
+    def make_probe(self, run: RunDir) -> None:
+        """Put the probe set of this run into ``run``, if that has none; before the first update."""
+        open_probe(self.config, run, self.session, self.prompts)
+
     def _probe_batches(self) -> list[TrainBatch]:
         if self._probe is None:
             probe = open_probe(self.config, self.run, self.session, self.prompts)
