@@ -16,7 +16,7 @@ from qerl.experiments.process import AGAIN
 from qerl.experiments.shared import evaluate_before, take_probe
 from qerl.experiments.summary import write_cell_summary
 from qerl.metrics.run_dir import RunDir
-from qerl.metrics.run_lock import RunLock
+from qerl.metrics.run_lock import RunLock, is_held
 from qerl.train.run import train
 from qerl.train.stop import Deadline, StopRequest
 
@@ -111,6 +111,21 @@ def _mark_sharing(plan: Plan, cell: Cell) -> None:
     names = plan.manifest.at_work(plan.manifest.cell(cell.name).get("device"))
     if set(names) - {cell.name}:
         plan.manifest.note_sharing([cell.name, *names])
+
+
+def settle_folder(plan: Plan, cell: Cell) -> None:
+    """What a kill or a copy left of a cell that no process is at work on is made whole, and its state that of its folder: of a matrix
+    that was copied while it ran, the manifest may be older than a cell, or newer.
+
+    Raises:
+        OutputError: the folder cannot be written.
+    """
+    run, state = plan.run(cell), plan.state(cell)
+    run.recover()
+    begun = state == "waiting" and run.config_path.exists()
+    undone = state in ("trained", "finished") and not has_all_steps(run)
+    if (begun or undone) and not is_held(lock(plan, cell).folder):
+        plan.manifest.set_state(cell.name, "stopped")
 
 
 def has_all_steps(run: RunDir) -> bool:

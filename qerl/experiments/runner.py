@@ -13,7 +13,7 @@ from qerl.experiments.cells import Cell
 from qerl.experiments.choice import choose
 from qerl.experiments.final import missing
 from qerl.experiments.matched import fingerprint, reference_of
-from qerl.experiments.one_cell import FAILURES, lock, run_cell
+from qerl.experiments.one_cell import FAILURES, lock, run_cell, settle_folder
 from qerl.experiments.plan import Plan, open_plan, record_plan
 from qerl.experiments.pool import Pool, visible_devices
 from qerl.experiments.portable import DONE, Portable
@@ -68,7 +68,7 @@ def run_matrix(path: Path, settings: Sequence[str], out: Path | None, orders: Or
     if not orders.own_process:
         record_plan(plan)
         for cell in plan.cells:
-            plan.run(cell).recover()
+            settle_folder(plan, cell)
     for cell in plan.cells:
         if cell.problem is not None:
             say(f"{cell.name}: invalid, left out: {cell.problem}")

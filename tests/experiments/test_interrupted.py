@@ -304,6 +304,23 @@ def test_folders_that_a_killed_command_was_replacing_come_back(tmp_path):
     assert [row["step"] for row in run.read_metrics()] == [0, 1, 2, 3], "from its checkpoint, not anew"
 
 
+@pytest.mark.parametrize("manifest", ["older", "newer", "none"])
+def test_a_cell_whose_folder_and_manifest_are_of_different_moments_goes_on(tmp_path, manifest):
+    """A copy that was taken while the matrix ran: the cell had not begun, or had ended, when the manifest was copied."""
+    path = write_matrix(tmp_path, arms=[ARMS[0]])
+    plan = open_plan(path, [], tmp_path / "out")
+    (cell,) = plan.cells
+    train(cell.config, stop_after=2)
+    if manifest != "none":
+        record_plan(plan)
+    if manifest == "newer":
+        plan.manifest.set_state(cell.name, "finished")
+    done = run_matrix(path, [], plan.out, ALONE, quiet)
+    assert states(done) == {cell.name: "finished"} and one_cell.has_all_steps(plan.run(cell))
+    resumed = [row["step"] for row in plan.run(cell).read_metrics()]
+    assert resumed == [0, 1, 2, 3] and "before" in plan.run(cell).read_json("summary.json")["evaluations"]
+
+
 def test_a_process_that_works_on_one_cell_checks_that_one_and_the_arm_it_matches(tmp_path):
     """31 checks of which 30 are of no use to it made its start slower by seconds."""
     broken = {"name": "broken", "set": {"aqn.enabled": True, "quant.overrides": {"nothing.*": "bf16"}}}
