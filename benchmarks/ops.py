@@ -5,7 +5,7 @@
 Shapes are Qwen2.5-7B's (hidden 3584, MLP 18944, 28 and 4 heads of 128, vocabulary 152064). Everything but rows named eager is timed inside captured
 graphs, so that no time of the host counts: medians over replays, with the second and eighth decile. Inputs of the training rows
 are larger than the cache; those of a decode step are warm, as they are in a step. Floors come from a copy and a square matrix
-product in the same run.
+product in the same run. Of quantization and dequantization (`packing.py`) a floor is one pass, and the file has the bytes of all passes too.
 """
 
 from __future__ import annotations
@@ -13,21 +13,19 @@ from __future__ import annotations
 import argparse
 import json
 import subprocess
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import triton
-from timing import device_times, require_gpu
+from packing import packing
+from timing import captured, device_times, require_gpu
 
 from qerl.kernels import philox
 from qerl.kernels.activation import silu_mul
 from qerl.kernels.activation import triton as activation_triton
 from qerl.kernels.attention import packed_attention
-from qerl.kernels.quantize import quantize
-from qerl.kernels.quantize import triton as quantize_triton
 from qerl.kernels.rms_norm import KeyedNoise, TableNoise, add_rms_norm
 from qerl.kernels.rms_norm import triton as rms_norm_triton
 from qerl.kernels.rope import HeadNorms, rope
@@ -38,17 +36,6 @@ from qerl.kernels.token_logprobs import triton as logprobs
 HIDDEN, MLP, HEADS, KV_HEADS, SIZE, VOCABULARY = 3584, 18944, 28, 4, 128, 152064
 TOKENS, SAMPLES, DECODE, NORMS = 8192, 64, 64, 56
 TILE_ROWS = logprobs.TILE_ROWS
-
-
-def captured(*runs: Callable[[], Any], calls: int = 12) -> list[float]:
-    """Microseconds a call: median, second and eighth decile of 20 replays of a graph that calls the given functions in turn."""
-    for run in runs:
-        run()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for index in range(calls):
-            runs[index % len(runs)]()
-    return device_times(graph.replay, calls)
 
 
 class Table:
@@ -187,17 +174,6 @@ def log_probs(table: Table, tokens: int = 4096) -> None:
     table.add(f"token_logprobs {tokens}, reference", times, flops=product)
 
 
-def quantization(table: Table) -> None:
-    weight = normal(2 * MLP, HIDDEN)
-    moved = weight.numel() * (2 + 2 + 0.5625)
-    # The check for values that are not finite waits for the device, which a graph cannot do.
-    times = captured(lambda: quantize_triton.rounded(weight, (len(weight),)), calls=4)
-    table.add(f"quantize nvfp4 [{2 * MLP}, {HIDDEN}], triton, without the check", times, moved=moved)
-    for kernel in ("triton", "reference"):
-        times = device_times(lambda k=kernel: quantize(weight, "nvfp4", kernel=k))
-        table.add(f"quantize nvfp4 [{2 * MLP}, {HIDDEN}], {kernel}, eager", times, moved=moved)
-
-
 def attention(table: Table) -> None:
     """Equal lengths, where the reference pads nothing, and unequal ones of the same sum."""
     inputs = [normal(TOKENS, n, SIZE) for n in (HEADS, KV_HEADS, KV_HEADS)]
@@ -222,7 +198,7 @@ def attention(table: Table) -> None:
 
 PARTS = {
     "norms": norms,
-    "quantization": quantization,
+    "quantization": packing,
     "log_probs": log_probs,
     "activation_and_rotation": activation_and_rotation,
     "attention": attention,

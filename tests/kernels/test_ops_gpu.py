@@ -10,6 +10,7 @@ from qerl.kernels.activation import silu_mul
 from qerl.kernels.attention import KeySpans, packed_attention
 from qerl.kernels.cached_attention import CacheRows, cached_attention
 from qerl.kernels.quantize import quantize
+from qerl.kernels.quantize import triton as quantize_triton
 from qerl.kernels.rms_norm import add_rms_norm, noise_values, rms_norm
 from qerl.kernels.rope import HeadNorms, rope
 from qerl.kernels.token_logprobs import token_logprobs
@@ -250,8 +251,14 @@ def test_log_probs_hold_a_few_tiles_and_no_more():
 def test_quantized_weights_have_the_bytes_of_the_format(make):
     for weight in (make().to(DEVICE), make().to(DEVICE, torch.bfloat16)):
         found, expected = (quantize(weight, "nvfp4", kernel=kernel) for kernel in ("auto", "reference"))
+        reach_1 = weight.float().abs().amax().reshape(1)
+        shorter = [
+            quantize_triton.rounded(weight, (len(weight),), reach_1=given, way=quantize_triton.SHORTER)[0]
+            for given in (None, reach_1)
+        ]
         for name, tensor in expected.tensors.items():
-            assert torch.equal(found.tensors[name].view(torch.uint8), tensor.view(torch.uint8)), name
+            for one in (found, *shorter):
+                assert torch.equal(one.tensors[name].view(torch.uint8), tensor.view(torch.uint8)), name
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(28, 4, 128), (14, 2, 64), (8, 8, 96)])

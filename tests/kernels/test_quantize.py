@@ -1,9 +1,13 @@
 """Quantizing by the kernel in the interpreter: the bytes of the format, hard tensors included."""
 
+from fractions import Fraction
+
+import numpy as np
 import pytest
 import torch
 import triton_cpu  # noqa: F401 - prepares the interpreter, before any kernel module
 from hard_tensors import CASES
+from triton.runtime import interpreter
 
 from qerl.errors import FormatError
 from qerl.formats import get_format
@@ -60,3 +64,83 @@ def test_the_rest_is_done_as_the_format_does_it(name, method, rounding):
     expected = quantize(weight, name, method=method, rounding=rounding)
     for key, tensor in expected.tensors.items():
         assert torch.equal(found.tensors[key].view(torch.uint8), tensor.view(torch.uint8))
+
+
+def fused_multiply_add(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    """a b + c of float32, rounded once: the product is exact in float64, and the sum is rounded to odd there, so rounding it again does no harm."""
+    product, c = a.astype(np.float64) * b.astype(np.float64), c.astype(np.float64)
+    with np.errstate(invalid="ignore"):
+        total = product + c
+        back = total - product
+        error = (product - (total - back)) + (c - back)
+    even = (total.view(np.int64) & 1) == 0
+    toward = np.nextafter(total, np.where(error > 0, np.inf, -np.inf))
+    return np.where((error != 0) & even & np.isfinite(total), toward, total).astype(np.float32)
+
+
+@pytest.fixture
+def device_arithmetic(monkeypatch):
+    """The interpreter multiplies and adds as a device does, rounding once."""
+    monkeypatch.setattr(
+        interpreter.InterpreterBuilder,
+        "create_fma",
+        lambda self, a, b, c: interpreter.TensorHandle(fused_multiply_add(a.data, b.data, c.data), a.dtype.scalar),
+    )
+
+
+def assert_bytes_of(way: kernel.Way, weight: torch.Tensor) -> None:
+    expected = get_format("nvfp4").quantize(weight, name="w")
+    reach = weight.float().abs().amax().reshape(1)
+    for given in (None, reach):
+        found, own = kernel.rounded(weight, (len(weight),), reach_1=given, way=way)
+        assert torch.equal(own, reach)
+        for name, tensor in expected.tensors.items():
+            assert torch.equal(found.tensors[name].view(torch.uint8), tensor.view(torch.uint8)), name
+
+
+@pytest.mark.usefixtures("device_arithmetic")
+@pytest.mark.parametrize("way", [kernel.TIMED, kernel.SHORTER], ids=["timed", "shorter"])
+def test_quotients_by_fused_multiply_adds_have_the_bytes_of_the_format(way):
+    """Those of a device, which the interpreter leaves out by itself."""
+    generator = torch.Generator().manual_seed(3)
+    for size, dtype in ((1.0, torch.bfloat16), (1e-3, torch.float16), (3e-8, torch.bfloat16), (1.0, torch.float32)):
+        weight = size * torch.randn(9, 400, generator=generator)
+        weight[0] *= torch.logspace(-6, 0, 400)
+        weight[1], weight[2, ::2] = 0.0, -0.0
+        assert_bytes_of(way, weight.to(dtype))
+    for make in CASES.values():
+        weight = make()[:16, :256].contiguous()
+        if weight.dtype != torch.float64 and weight.abs().max() > 1e-30:
+            assert_bytes_of(way, weight)
+
+
+EDGES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
+"""Between two codes."""
+
+
+def test_one_correction_keeps_a_short_number_on_its_side_of_every_edge():
+    """w / step beside each edge, for steps of all sorts and the 8 and 11 bits that numbers of bfloat16 and float16 have: of every step the nearest such
+    numbers to its edges, and steps for which a number lies at an edge exactly, or as near as it can; against exact fractions."""
+    generator = np.random.default_rng(0)
+    fractions = generator.integers(1 << 23, 1 << 24, 1000).tolist()
+    special = [base + delta for base in (1 << 23, 3 << 22, 1 << 24) for delta in range(-6, 7)]
+    for bits in (8, 11):
+        short = generator.integers(1 << (bits - 1), 1 << bits, 200).tolist()
+        near = [
+            -(-short_one * (1 << 24 - bits + scale) // odd)
+            for short_one in short
+            for odd in (1, 3, 5, 7)
+            for scale in (0, 2)
+        ]
+        steps = sorted({step for step in (*fractions, *special, *near) if 1 << 23 <= step < 1 << 24})
+        for edge in EDGES:
+            exact = [step * Fraction(edge) for step in steps]
+            units = [Fraction(2) ** (int(np.floor(np.log2(float(one)))) - bits + 1) for one in exact]
+            for side in (-1, 0, 1):
+                w = [(round(one / unit) + side) * unit for one, unit in zip(exact, units, strict=True)]
+                w32, step32 = (np.array([float(one) for one in of], dtype=np.float32) for of in (w, steps))
+                inverse = (np.float32(1) / step32).astype(np.float32)
+                quotient = w32 * inverse
+                quotient = fused_multiply_add(fused_multiply_add(quotient, -step32, w32), inverse, quotient)
+                truth = w32 / step32
+                assert (np.sign(quotient - np.float32(edge)) == np.sign(truth - np.float32(edge))).all()

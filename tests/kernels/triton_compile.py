@@ -111,7 +111,8 @@ def calls() -> None:
         _, stream, inverse = rms_norm.add_forward(x.float(), x.float(), weight, 1e-6, noise, x.dtype)
         rms_norm.backward(x, stream, weight, inverse, noise, stream, needs_weight=noise is not None)
     for inputs in (256, 40):
-        quantize.quantize(torch.ones(8, inputs).bfloat16(), "nvfp4", "rtn", "ct", None, "weight")
+        for way in (quantize.TIMED, quantize.SHORTER):
+            quantize.rounded(torch.ones(8, inputs).bfloat16(), (8,), way=way)
     philox.normal_rows((1, 2), width, rows, 3, 4)
     philox.uniform_at((1, 2), (rows, rows, rows, rows))
     activation.backward(activation.forward(x), x)

@@ -11,6 +11,7 @@ Legend: O output rows, I inputs, B blocks of 16 of a row, N blocks of a program.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -23,7 +24,26 @@ from qerl.formats.nvfp4 import BLOCK
 from qerl.kernels.quantize import reference
 from qerl.kernels.sizes import ceil_div, power_of_2
 
-_PROGRAM_BLOCKS, _PROGRAM_ELEMENTS = 128, 16384
+_PROGRAM_ELEMENTS = 16384
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How codes are found; the bytes are the same."""
+
+    fused: bool
+    """Quotients of weights by the step's reciprocal and fused multiply-adds, which a device rounds once (Triton's interpreter does not)."""
+    short: bool = False
+    """The quotients of a block by fused multiply-adds too, and one correction where it suffices."""
+    backwards: bool = False
+    """From the end of the weight, which the pass for the largest magnitude has left in the cache."""
+    blocks: int = 128
+    """Blocks of a program of 128 threads."""
+
+
+TIMED, SHORTER = Way(fused=True), Way(fused=True, short=True, backwards=True, blocks=256)
+"""What is used, and what is to be timed beside it (`benchmarks/packing.py`)."""
+_PLAIN = Way(fused=False)
 
 
 def quantize(
@@ -38,17 +58,30 @@ def quantize(
     return packed
 
 
-def rounded(weight_OI: Tensor, rows: tuple[int, ...]) -> tuple[PackedWeight, Tensor]:
-    """(the weight in NVFP4, its largest magnitude float32 [1]), without waiting for the device; meaningless where that is not finite."""
+def rounded(
+    weight_OI: Tensor, rows: tuple[int, ...], *, reach_1: Tensor | None = None, way: Way | None = None
+) -> tuple[PackedWeight, Tensor]:
+    """(the weight in NVFP4, its largest magnitude float32 [1]), without waiting for the device; meaningless where that is not finite.
+
+    Args:
+        weight_OI: float32, bfloat16 or float16.
+        rows: of the fused parts.
+        reach_1: the largest magnitude float32 [1], if it is known: the weight is read once then, not twice.
+        way: TIMED on a device where it is None.
+    """
     (d_out, d_in), device = weight_OI.shape, weight_OI.device
     weight_OI = weight_OI.contiguous()
+    way = way or (TIMED if weight_OI.is_cuda else _PLAIN)
     count, blocks = weight_OI.numel(), ceil_div(d_in, BLOCK)
-    reach = torch.zeros(1, dtype=torch.int32, device=device)
-    _largest[(ceil_div(count, _PROGRAM_ELEMENTS),)](weight_OI, reach, count, SIZE=_PROGRAM_ELEMENTS, num_warps=8)
+    if reach_1 is None:
+        reach = torch.zeros(1, dtype=torch.int32, device=device)
+        _largest[(ceil_div(count, _PROGRAM_ELEMENTS),)](weight_OI, reach, count, SIZE=_PROGRAM_ELEMENTS, num_warps=8)
+    else:
+        reach = reach_1.view(torch.int32)
     packed = torch.empty(d_out, blocks, 2, dtype=torch.int32, device=device)
     scales = torch.empty(d_out, blocks, dtype=torch.uint8, device=device)
     divisor = torch.empty(len(rows), dtype=torch.float32, device=device)
-    _quantize[(ceil_div(scales.numel(), _PROGRAM_BLOCKS),)](
+    _quantize[(ceil_div(scales.numel(), way.blocks),)](
         weight_OI,
         reach,
         packed,
@@ -59,9 +92,12 @@ def rounded(weight_OI: Tensor, rows: tuple[int, ...]) -> tuple[PackedWeight, Ten
         blocks,
         d_in,
         WHOLE=d_in % BLOCK == 0,
-        FUSED=weight_OI.is_cuda,
+        FUSED=way.fused,
+        SHORT=way.short,
+        CORRECTIONS=1 if way.short and weight_OI.dtype != torch.float32 else 2,
+        BACKWARDS=way.backwards,
         PARTS=power_of_2(len(rows)),
-        N=_PROGRAM_BLOCKS,
+        N=way.blocks,
         num_warps=4,
         enable_fp_fusion=False,
     )
@@ -96,18 +132,26 @@ def _e4m3(value):
 
 
 @triton.jit
-def _quotient(w, step, FUSED: tl.constexpr):
-    """w / step rounded to nearest. FUSED: by the reciprocal and two corrections, each of which takes the error's exact value; the
-    first brings the quotient within one unit of its last place, after which the second rounds correctly. Needs a fused multiply-add
-    and steps far from the ends of float32's range."""
+def _corrected(a, minus_b, inverse, CORRECTIONS: tl.constexpr):
+    """a / b rounded to nearest, from 1 / b rounded to nearest, by corrections that take the error's exact value: the first brings the quotient
+    within one unit of its last place, after which the second rounds correctly. Needs a fused multiply-add and numbers far from the ends of float32's range.
+
+    One correction alone is off by a rounding only if a / b lies within 2^-23 units of the last place of a number half way between two. Of a with 11 bits or less, as
+    bfloat16 and float16 have, no such quotient is on the other side of an edge between two codes (README.md); of any a, none by 6 is."""
+    quotient = a * inverse
+    for _ in tl.static_range(CORRECTIONS):
+        quotient = tl.fma(tl.fma(quotient, minus_b, a), inverse, quotient)
+    return quotient
+
+
+@triton.jit
+def _quotient(w, step, FUSED: tl.constexpr, CORRECTIONS: tl.constexpr):
+    """w / step rounded to nearest, or, with one correction, on the same side of every edge between codes."""
     wide = tl.broadcast_to(step[:, None], w.shape)
     if FUSED:
         inverse = tl.broadcast_to(tl.div_rn(1.0, step)[:, None], w.shape)
         # The step is negated, once a block: a quotient would be by an instruction of its own.
-        minus = -wide
-        quotient = w * inverse
-        quotient = tl.fma(tl.fma(quotient, minus, w), inverse, quotient)
-        return tl.fma(tl.fma(quotient, minus, w), inverse, quotient)
+        return _corrected(w, -wide, inverse, CORRECTIONS)
     else:
         return tl.div_rn(w, wide)
 
@@ -145,16 +189,22 @@ def _quantize(
     d_in,
     WHOLE: tl.constexpr,
     FUSED: tl.constexpr,
+    SHORT: tl.constexpr,
+    CORRECTIONS: tl.constexpr,
+    BACKWARDS: tl.constexpr,
     PARTS: tl.constexpr,
     N: tl.constexpr,
 ):
     # A number over a tensor is its reciprocal times the number, as torch divides.
     g = tl.div_rn(1.0, tl.load(reach).to(tl.float32, bitcast=True)) * 2688.0
     g = tl.where(g == float("inf"), 1.0, g)
-    if tl.program_id(0) == 0:
+    program = tl.program_id(0)
+    if BACKWARDS:
+        program = tl.num_programs(0) - 1 - program
+    if program == 0:
         part = tl.arange(0, PARTS)
         tl.store(divisor + part, tl.zeros((PARTS,), tl.float32) + g, mask=part < parts)
-    block = tl.program_id(0).to(tl.int64) * N + tl.arange(0, N)
+    block = program.to(tl.int64) * N + tl.arange(0, N)
     inside = block < count
     element = tl.arange(0, 8)
     if WHOLE:
@@ -168,14 +218,22 @@ def _quantize(
     low = tl.load(weight + places, mask=mask, other=0.0).to(tl.float32)
     high = tl.load(weight + places + 8, mask=later, other=0.0).to(tl.float32)
     highest = tl.maximum(tl.max(tl.abs(low), axis=1), tl.max(tl.abs(high), axis=1))
-    byte, value = _e4m3(tl.minimum(g * tl.div_rn(highest, 6.0), 448.0))
-    step = tl.div_rn(value, g)
     if FUSED and (g > 1e-15) & (g < 1e15):
-        first_word = _words(low, _quotient(low, step, True), True)
-        second_word = _words(high, _quotient(high, step, True), True)
+        if SHORT:
+            # Where the magnitudes are so small that the quotient's error is not exact, the scale is 0 whatever it is.
+            sixth = _corrected(highest, -6.0, 0.16666667163372040, 1)
+            byte, value = _e4m3(tl.minimum(g * sixth, 448.0))
+            step = _corrected(value, -g, tl.div_rn(1.0, g), 2)
+        else:
+            byte, value = _e4m3(tl.minimum(g * tl.div_rn(highest, 6.0), 448.0))
+            step = tl.div_rn(value, g)
+        first_word = _words(low, _quotient(low, step, True, CORRECTIONS), True)
+        second_word = _words(high, _quotient(high, step, True, CORRECTIONS), True)
     else:
-        first_word = _words(low, _quotient(low, step, False), False)
-        second_word = _words(high, _quotient(high, step, False), False)
+        byte, value = _e4m3(tl.minimum(g * tl.div_rn(highest, 6.0), 448.0))
+        step = tl.div_rn(value, g)
+        first_word = _words(low, _quotient(low, step, False, 2), False)
+        second_word = _words(high, _quotient(high, step, False, 2), False)
     tl.store(packed + block * 2, first_word, mask=inside)
     tl.store(packed + block * 2 + 1, second_word, mask=inside)
     tl.store(scales + block, byte.to(tl.uint8), mask=inside)
