@@ -2,16 +2,18 @@
 
     python benchmarks/kernels.py [--sizes 7B 32B] [--rows 1 8 64] [--ranks 32 16 64 128] [--few-sizes 14B 3B] [--kernels cuda]
         [--heads 7B 0.5B] [--head-rows 1 64] [--head-formats bf16 fp8 fp8+tiles fp8+dense nvfp4] [--peers humming,bitsandbytes]
-        [--formats nvfp4,nvfp4+kept,mxfp4,nf4] [--seconds 240] [--out results/kernels_linear.json]
+        [--formats nvfp4,nvfp4+kept,mxfp4,nf4] [--rank-rows 8 64] [--cells 7B/32/8,64/mxfp4,nf4 0.5B/32/8/nvfp4/humming] [--seconds 240]
+        [--out results/kernels_linear.json]
 
 One row is one decoder layer (q k v fused, o, gate up fused, down; bias on q k v) with LoRA on all seven projections. Times are medians of
 20 replays of a captured graph that walks over several layers, so that no weight is in the cache, with the second and eighth
 decile. "lora" of cuBLAS and of other libraries (`--peers`, at ``PEER_ROWS`` with the first rank) is h = x A^T and y += scale * h B^T behind
 their product. Weights of a timed layer are random bytes (speed does not depend on the values). `--sizes` are measured at all `--rows` with the first of the ranks, and
-with the other ranks at ``RANK_ROWS``; `--few-sizes` at ``FEW_ROWS``. LM heads: float32 logits of a bfloat16, FP8 and NVFP4 head; `fp8+tiles` and
+with the other ranks at `--rank-rows`; `--few-sizes` at ``FEW_ROWS``. `--cells` names all that is wanted by itself: SIZE/RANK/ROWS[/FORMATS[/PEERS]], measured in that order (sizes and heads are then those that
+are asked for). LM heads: float32 logits of a bfloat16, FP8 and NVFP4 head; `fp8+tiles` and
 `fp8+dense` are those of an FP8 head in tiles, the latter unpacked for cuBLAS. `--seconds` bounds the whole run: what the time does not
 suffice for is left out from the end, and the file is written after every row. Before any figure of a size and rank, every kernel is compared with float64 on quantized
-weights, and an error stops the run. Floors come from a copy and a matrix product in the same run, and a floor counts 4.5 bits a weight. ``--tiny`` runs all of it on the CPU with toy shapes.
+weights; what fails is in the file as such, the rest goes on, and the exit status is 1. Floors come from a copy and a matrix product in the same run, and a floor counts 4.5 bits a weight. ``--tiny`` runs all of it on the CPU with toy shapes.
 """
 
 from __future__ import annotations
@@ -25,21 +27,21 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from heads import HEAD_ROWS, HEADS, MEASURED, head_rows
+from linear_cells import Cells, parse_cells
 from linear_peers import PACKAGES, PEERS, Peer, largest_error, require
+from linears import KEPT, Linear, bfloat16, layer, projections, separate
 from synthetic import SHAPES, normal
 from timing import deciles, device_times, require_gpu
 from torch import Tensor
 
-from qerl.formats import PackedWeight, dequantize, get_format, tiles
-from qerl.formats.nvfp4 import Nvfp4Format
-from qerl.kernels.fp4_linear import AdapterPart, fp4_linear, keep, keeps, regimes
+from qerl.formats import dequantize
+from qerl.kernels.fp4_linear import AdapterPart, fp4_linear, regimes
 
 ROWS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 8192)
 FEW_ROWS = (1, 8, 64, 256, 2048)
@@ -47,8 +49,6 @@ RANK_ROWS = (8, 64)
 PEER_ROWS = (1, 8, 32, 64, 256, 2048)
 CACHE_BYTES = 60e6
 LARGEST_ERROR = 3.5e-3
-KEPT = "+kept"
-"""Behind the name of a format: V is kept beside the weights of which the product keeps it (`quant.dense_cache`)."""
 PEER_ERROR = 1e-2
 """Of other libraries, whose kernels may round more."""
 ROUNDED_WEIGHTS = {"nf4": 4.5e-3, "nf4_dq": 4.5e-3}
@@ -56,88 +56,6 @@ ROUNDED_WEIGHTS = {"nf4": 4.5e-3, "nf4_dq": 4.5e-3}
 MOST_CHECKED = 1 + max(regimes.MIDDLE_ROWS, regimes.DECODE_ROWS_WITHOUT_MIDDLE)
 """Rows of x of a check, at most: the fewest that the dense regime has for every weight, so that no regime is above them."""
 TINY = {"hidden_size": 64, "intermediate_size": 96, "heads": (4, 2)}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Linear:
-    """One fused projection of a layer."""
-
-    weights: dict[str, PackedWeight]
-    """By format, the first one first."""
-    dense_OI: Tensor
-    bias_O: Tensor | None
-    parts: tuple[AdapterPart, ...]
-
-    @property
-    def weight(self) -> PackedWeight:
-        """In the first format."""
-        return next(iter(self.weights.values()))
-
-
-def projections(size: dict[str, Any]) -> list[tuple[tuple[int, ...], int]]:
-    """(rows of the fused parts, inputs) of the four products of a layer."""
-    hidden, inner = size["hidden_size"], size["intermediate_size"]
-    heads, kv_heads = size["heads"]
-    kv = hidden // heads * kv_heads
-    return [((hidden, kv, kv), hidden), ((hidden,), hidden), ((inner, inner), hidden), ((hidden,), inner)]
-
-
-def adapters(segments: Sequence[int], d_in: int, rank: int, device: torch.device) -> tuple[AdapterPart, ...]:
-    a_RI = normal(len(segments) * rank, d_in, scale=d_in**-0.5, device=device)
-    stops = [sum(segments[: index + 1]) for index in range(len(segments))]
-    return tuple(
-        AdapterPart(
-            start=stop - rows,
-            stop=stop,
-            a_RI=a_RI,
-            b_OR=normal(rows, rank, scale=0.05, device=device),
-            scale=1.0,
-            rank_start=index * rank,
-        )
-        for index, (rows, stop) in enumerate(zip(segments, stops, strict=True))
-    )
-
-
-def layer(size: dict[str, Any], rank: int, device: torch.device, formats: Sequence[str], *, real: bool) -> list[Linear]:
-    """The four products of a layer; `real` weights are quantized ones, others, of NVFP4, random bytes beside an unrelated dense weight."""
-    found = []
-    for index, (segments, d_in) in enumerate(projections(size)):
-        shape = (sum(segments), d_in)
-        dense_OI = normal(*shape, scale=0.02, device=device)
-        weights = {}
-        for name in formats:
-            fmt = get_format(name.removesuffix(KEPT))
-            if real or device.type == "cpu" or not isinstance(fmt, Nvfp4Format):
-                weights[name] = _held(fmt.for_device(fmt.quantize(dense_OI, segments=segments)), name)
-                continue
-            data = torch.randint(0, 256, fmt.tile_layout.shape(*shape), dtype=torch.uint8, device=device)
-            # Scales between 2^-3 and 2^2.
-            data[..., tiles.CODE_BYTES :] = 152 + data[..., tiles.CODE_BYTES :] % 40
-            tensors = {"tiles": data, "global_scale": torch.full((len(segments),), 2e4, device=device)}
-            packed = PackedWeight(format=fmt.name, shape=shape, tensors=tensors, segments=segments, order="tiles")
-            weights[name] = _held(packed, name)
-        bias_O = normal(shape[0], scale=1.0, device=device) if index == 0 else None
-        parts = adapters(segments, d_in, rank, device) if rank else ()
-        found.append(Linear(weights=weights, dense_OI=dense_OI, bias_O=bias_O, parts=parts))
-    return found
-
-
-def _held(weight: PackedWeight, name: str) -> PackedWeight:
-    return keep(weight) if name.endswith(KEPT) and keeps(weight, torch.bfloat16) else weight
-
-
-def separate(y_TO: Tensor, x_TI: Tensor, parts: Sequence[AdapterPart]) -> Tensor:
-    """Adapters after a product that does not know of them; y is changed."""
-    if parts:
-        h_TR = x_TI @ parts[0].a_RI.T
-        for part in parts:
-            ranks = slice(part.rank_start, part.rank_start + part.b_OR.shape[1])
-            y_TO[:, part.start : part.stop].addmm_(h_TR[:, ranks], part.b_OR.T, alpha=part.scale)
-    return y_TO
-
-
-def bfloat16(linear: Linear, x_TI: Tensor, parts: Sequence[AdapterPart]) -> Tensor:
-    return separate(torch.nn.functional.linear(x_TI, linear.dense_OI, linear.bias_O), x_TI, parts)
 
 
 def with_separate(peer: Peer) -> Callable[..., Tensor]:
@@ -170,10 +88,9 @@ class Bench:
         self.cache_bytes = CACHE_BYTES if device.type == "cuda" else 0
         self.until = time.monotonic() + seconds
         self.kernels = kernels
-        self.formats = formats
-        self.peers = peers
         self.out = out
         self.rows: list[dict[str, Any]] = []
+        self.failed: list[dict[str, str]] = []
         self.copy_rate, self.matrix_rate = self._rates()
         commit = subprocess.run(
             ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
@@ -191,12 +108,24 @@ class Bench:
         }
         print(json.dumps(self.facts), flush=True)
 
-    def check(self, name: str, size: dict[str, Any], rank: int, tokens: Sequence[int]) -> bool:
+    def measure(self, cells: Cells) -> None:
+        """All rows of some cells, if the kernels are right; what is wrong is noted, and the next cells may be measured."""
+        size = TINY if self.device.type == "cpu" else SHAPES.get(cells.size, TINY)
+        try:
+            if self.check(cells, size):
+                self.run(cells, size)
+        except (AssertionError, RuntimeError) as error:
+            self.failed.append({"cells": str(cells), "error": str(error)[:1000]})
+            print(f"FAILED {cells}: {error}", flush=True)
+            self.write()
+
+    def check(self, cells: Cells, size: dict[str, Any]) -> bool:
         """Every kernel against float64 on quantized weights of this size; False if the time is over."""
-        if not self.time_left(f"{name} rank {rank}"):
+        name, rank, tokens = cells.size, cells.rank, cells.rows
+        if not self.time_left(str(cells)):
             return False
         for linear, weight_format in itertools.product(
-            layer(size, rank, self.device, self.formats, real=True), self.formats
+            layer(size, rank, self.device, cells.formats, real=True), cells.formats
         ):
             exact_OI = dequantize(linear.weights[weight_format], torch.float64)
             for count in sorted({min(count, MOST_CHECKED) for count in tokens}):
@@ -214,27 +143,29 @@ class Bench:
                     error = float((y_TO - reference).norm() / reference.norm())
                     shape = list(linear.weight.shape)
                     what = f"{name} {weight_format} {shape}, {count} rows, kernel {kernel}"
-                    assert error < ROUNDED_WEIGHTS.get(weight_format, LARGEST_ERROR), f"{what}: error {error:.2e}"
+                    assert error < ROUNDED_WEIGHTS.get(weight_format.removesuffix(KEPT), LARGEST_ERROR), (
+                        f"{what}: error {error:.2e}"
+                    )
         return True
 
-    def run(self, name: str, size: dict[str, Any], rank: int, tokens: Sequence[int], peers: Sequence[str]) -> None:
+    def run(self, cells: Cells, size: dict[str, Any]) -> None:
         """All rows of one size and rank."""
         # The floor, and how many layers outgrow the cache, are of NVFP4 and NF4, 4.5 bits a weight.
         packed_bytes = sum(sum(rows) * d_in * 0.5625 for rows, d_in in projections(size))
         copies = max(2, int(3 * CACHE_BYTES // packed_bytes) + 1) if self.device.type == "cuda" else 1
-        layers = [layer(size, rank, self.device, self.formats, real=False) for _ in range(copies)]
+        layers = [layer(size, cells.rank, self.device, cells.formats, real=False) for _ in range(copies)]
         methods: dict[str, Callable[..., Tensor]] = {
-            kernel if name == self.formats[0] else f"{kernel} {name}": packed(kernel, name)
+            kernel if name == "nvfp4" else f"{kernel} {name}": packed(kernel, name)
             for kernel in self.kernels
-            for name in self.formats
+            for name in cells.formats
         }
         methods["bf16"] = bfloat16
-        others = self._peers(layers, peers, [count for count in tokens if count in PEER_ROWS])
-        for count in tokens:
-            if not self.time_left(f"{name} rank {rank}, {count} rows"):
+        others = self._peers(layers, cells.peers, [count for count in cells.rows if count in cells.peer_rows])
+        for count in cells.rows:
+            if not self.time_left(f"{cells.size} rank {cells.rank}, {count} rows"):
                 return
-            chosen = methods | (others if count in PEER_ROWS else {})
-            self._row(name, size, rank, count, layers, chosen)
+            chosen = methods | (others if count in cells.peer_rows else {})
+            self._row(cells.size, size, cells.rank, count, layers, chosen)
 
     def _peers(
         self, layers: Sequence[list[Linear]], names: Sequence[str], tokens: Sequence[int]
@@ -258,7 +189,9 @@ class Bench:
 
     def write(self) -> None:
         if self.out:
-            self.out.write_text(json.dumps(self.facts | {"rows": self.rows}, indent=1) + "\n", encoding="utf-8")
+            self.out.write_text(
+                json.dumps(self.facts | {"rows": self.rows, "failed": self.failed}, indent=1) + "\n", encoding="utf-8"
+            )
 
     def _row(
         self,
@@ -294,7 +227,7 @@ class Bench:
 
     def _print(self, row: dict[str, Any]) -> None:
         label = "lora" if row["rank"] else "base"
-        ours = row[f"{self.kernels[0]} {label}"]["us"]
+        ours = next(value["us"] for key, value in row.items() if key.endswith(label))
         cells = [f"{row['size']:>5} r{row['rank']:<3} M {row['rows']:<5} floor {row['floor_us']:8.1f} us"]
         for key, value in row.items():
             if isinstance(value, dict):
@@ -352,11 +285,13 @@ def _seconds(run: Callable[[], Any]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", nargs="*", default=["7B", "32B"], choices=[*SHAPES, "tiny"])
-    parser.add_argument("--few-sizes", nargs="*", default=["14B", "3B", "0.5B"], choices=[*SHAPES])
+    parser.add_argument("--sizes", nargs="*", choices=[*SHAPES, "tiny"], help="7B 32B; none beside --cells")
+    parser.add_argument("--few-sizes", nargs="*", choices=[*SHAPES], help="14B 3B 0.5B; none beside --cells")
+    parser.add_argument("--cells", nargs="+", type=parse_cells, default=[], metavar="SIZE/RANK/ROWS[/FORMATS[/PEERS]]")
     parser.add_argument("--rows", nargs="+", type=int, default=list(ROWS))
     parser.add_argument("--ranks", nargs="+", type=int, default=[32, 16, 64, 128])
-    parser.add_argument("--heads", nargs="*", default=["7B", "0.5B"], choices=[*SHAPES, "tiny"])
+    parser.add_argument("--rank-rows", nargs="+", type=int, default=list(RANK_ROWS))
+    parser.add_argument("--heads", nargs="*", choices=[*SHAPES, "tiny"], help="7B 0.5B; none beside --cells")
     parser.add_argument("--head-rows", nargs="+", type=int, default=list(HEAD_ROWS))
     parser.add_argument("--head-formats", nargs="+", default=list(MEASURED), choices=list(HEADS))
     parser.add_argument("--kernels", nargs="+", default=["cuda"], help="implementations of fp4_linear")
@@ -367,33 +302,41 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true")
     arguments = parser.parse_args()
     require_gpu(tiny=arguments.tiny)
-    rank_rows = RANK_ROWS
+    for option, usual in (("sizes", ["7B", "32B"]), ("few_sizes", ["14B", "3B", "0.5B"]), ("heads", ["7B", "0.5B"])):
+        if getattr(arguments, option) is None:
+            setattr(arguments, option, [] if arguments.cells else usual)
     if arguments.tiny:
-        arguments.sizes, arguments.few_sizes, arguments.heads = ["tiny"], [], ["tiny"]
+        some = [] if arguments.cells else ["tiny"]
+        arguments.sizes, arguments.few_sizes, arguments.heads = some, [], some
         arguments.rows, arguments.ranks, arguments.kernels = [1, 5], [32, 16], ["reference"]
-        rank_rows, arguments.head_rows = (1,), [1, 5]
+        arguments.rank_rows, arguments.head_rows = [1], [1, 5]
     torch.manual_seed(0)
     device = torch.device("cpu" if arguments.tiny else "cuda")
-    formats, peers = arguments.formats.split(","), [name for name in arguments.peers.split(",") if name]
-    require(peers)
-    bench = Bench(device, arguments.seconds, arguments.kernels, formats, peers, arguments.out)
+    formats, peers = tuple(arguments.formats.split(",")), tuple(name for name in arguments.peers.split(",") if name)
+    every = {name: None for cells in arguments.cells for name in cells.peers} | dict.fromkeys(peers)
+    require(tuple(every))
+    shown = {name: None for cells in arguments.cells for name in cells.formats} or dict.fromkeys(formats)
+    bench = Bench(device, arguments.seconds, arguments.kernels, tuple(shown), tuple(every), arguments.out)
 
-    def linears(name: str, rank: int, rows: Sequence[int], peers: Sequence[str] = ()) -> None:
-        size = SHAPES.get(name, TINY)
-        if bench.check(name, size, rank, rows):
-            bench.run(name, size, rank, rows, peers)
-
-    first, *others = arguments.ranks
-    for name in arguments.sizes:
-        linears(name, first, arguments.rows, peers)
-        for rank in others:
-            linears(name, rank, rank_rows)
+    for cells in arguments.cells or all_cells(arguments, formats, peers):
+        bench.measure(cells)
     for name in arguments.heads:
         size = SHAPES.get(name, TINY)
         vocab = 500 if arguments.tiny else 151936 if size["tied"] else 152064
         head_rows(bench, name, (vocab, size["hidden_size"]), arguments.head_rows, arguments.head_formats)
     for name in arguments.few_sizes:
-        linears(name, first, FEW_ROWS)
+        bench.measure(Cells(name, arguments.ranks[0], FEW_ROWS, formats))
+    if bench.failed:
+        raise SystemExit(1)
+
+
+def all_cells(arguments: argparse.Namespace, formats: tuple[str, ...], peers: tuple[str, ...]) -> Iterator[Cells]:
+    """Those that `--sizes`, `--rows`, `--ranks` and `--rank-rows` name."""
+    first, *others = arguments.ranks
+    for name in arguments.sizes:
+        yield Cells(name, first, tuple(arguments.rows), formats, peers, PEER_ROWS)
+        for rank in others:
+            yield Cells(name, rank, tuple(arguments.rank_rows), formats)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
 """Benchmarks that run without a GPU in toy shapes, and the verb that starts them."""
 
+import argparse
+import importlib
 import importlib.util
 import json
 import re
@@ -9,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from qerl.cli import app
@@ -94,6 +97,55 @@ def test_the_benchmark_of_linear_layers_checks_and_times_each_kernel(tmp_path):
         times = [row[key] for key in ("reference base", "reference lora", "bf16 base", "bf16 lora")]
         assert all(0 < entry["us_p20"] <= entry["us"] <= entry["us_p80"] for entry in times)
         assert row["floor_us"] > 0
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return importlib.import_module("kernels")
+
+
+def test_cells_of_linear_layers_are_named_one_by_one(kernels):
+    parse = kernels.parse_cells
+    assert parse("7B/32/1,64/mxfp4,nf4+kept") == kernels.Cells("7B", 32, (1, 64), ("mxfp4", "nf4+kept"), (), (1, 64))
+    assert parse("0.5B/0/8/nvfp4/humming").peers == ("humming",)
+    assert parse("3B/16/8").formats == ("nvfp4",)
+    assert [str(parse(text)) for text in ("7B/32/8/nf4", "7B/8/1/nvfp4/bitsandbytes")] == [
+        "7B/32/8/nf4",
+        "7B/8/1/nvfp4/bitsandbytes",
+    ]
+    for wrong in (
+        "7B/32",
+        "7B/x/8",
+        "7B/32/",
+        "7B/32/0",
+        "8B/32/8",
+        "7B/32/8/fp3",
+        "7B/32/8/nf4/marlin",
+        "7B/32/8/a/b/c",
+    ):
+        with pytest.raises(argparse.ArgumentTypeError):
+            parse(wrong)
+
+
+def test_cells_that_fail_are_in_the_file_and_the_others_are_measured(kernels, tmp_path, monkeypatch):
+    out = tmp_path / "cells.json"
+    bench = kernels.Bench(torch.device("cpu"), 60.0, ["reference"], ("nvfp4", "nf4"), (), out)
+    whole = kernels.packed
+
+    def wrong(kernel, name):
+        product = whole(kernel, name)
+        return lambda *given: product(*given) * (1.01 if name == "mxfp4" else 1)
+
+    monkeypatch.setattr(kernels, "packed", wrong)
+    for text in ("7B/32/3/nf4", "7B/32/3/mxfp4", "7B/0/2/nvfp4,nf4"):
+        bench.measure(kernels.parse_cells(text))
+    found = json.loads(out.read_text())
+    assert [(row["rank"], row["rows"]) for row in found["rows"]] == [(32, 3), (0, 2)]
+    assert {"reference nf4 lora", "bf16 lora"} <= found["rows"][0].keys()
+    assert {"reference base", "reference nf4 base"} <= found["rows"][1].keys()
+    assert [entry["cells"] for entry in found["failed"]] == ["7B/32/3/mxfp4"]
+    assert "error 1.0" in found["failed"][0]["error"]
 
 
 @pytest.mark.parametrize(
