@@ -22,7 +22,7 @@ SURROUNDINGS = ("train.seed", "run.", "log.", "train.save", "train.keep", "model
 WHOLE = ("finished", "trained")
 """States of runs that made all their steps."""
 ENDED = (*WHOLE, "failed")
-"""States of runs that will not go on."""
+"""States of runs that do not go on by themselves."""
 
 
 def compare_cells(collection: Collection, *, target: float | None = None) -> list[Comparison]:
@@ -111,9 +111,9 @@ def _own_settings(cell: Cell) -> dict[str, Any]:
 
 def _arm(key: str, cells: Sequence[Cell], target: Mapping[str, Any], below: float) -> ArmRow:
     seeds = tuple(_seed(cell, target, below) for cell in cells)
-    ended = [row for row in seeds if row.state in ENDED]
+    judged = [row for row in seeds if _is_judged(row)]
     # A run that failed made fewer steps: its time is not that of the arm.
-    seconds = [row.device_seconds for row in ended if row.device_seconds and row.state in WHOLE]
+    seconds = [row.device_seconds for row in judged if row.device_seconds and row.state in WHOLE]
     peaks = [row.peak_bytes for row in seeds if row.peak_bytes is not None]
     first = cells[0]
     axes = dict(first.get("axes") or {})
@@ -128,8 +128,8 @@ def _arm(key: str, cells: Sequence[Cell], target: Mapping[str, Any], below: floa
         gain=spread(None if row.after is None or row.before is None else row.after - row.before for row in seeds),
         final={name: part for name, part in _finals(cells).items() if part is not None},
         noise_effect=_noise_effects(cells),
-        collapsed=sum(row.collapsed for row in ended),
-        judged=len(ended),
+        collapsed=sum(row.collapsed for row in judged),
+        judged=len(judged),
         device_seconds=math.fsum(seconds) / len(seconds) if seconds else None,
         peak_bytes=max(peaks, default=None),
         target=_targets(seeds) if target else {},
@@ -138,6 +138,12 @@ def _arm(key: str, cells: Sequence[Cell], target: Mapping[str, Any], below: floa
         on_front=False,
         temperature=(first.get("matched") or {}).get("temperature"),
     )
+
+
+def _is_judged(row: SeedRow) -> bool:
+    """Whether a run says what becomes of its arm: it made all its steps, or its training could not go on. One that the machine ended
+    does not."""
+    return row.state in WHOLE or row.collapsed
 
 
 def _over_steps(cell: Cell, key: str, average: Callable[[Sequence[float]], float]) -> float | None:
@@ -150,7 +156,6 @@ def _seed(cell: Cell, target: Mapping[str, Any], below: float) -> SeedRow:
     before = next((point["accuracy"] for point in points if point["step"] == 0), None)
     ended = cell["state"] in WHOLE and bool(points)
     after = points[-1]["accuracy"] if ended and points[-1]["step"] > 0 else None
-    failed = cell["state"] == "failed"
     fell = after is not None and before is not None and after < below * before
     reached = time_to_target(points, float(target["accuracy"]), target.get("device_seconds")) if target else None
     peak = cell.get("peak_memory") or {}
@@ -164,7 +169,7 @@ def _seed(cell: Cell, target: Mapping[str, Any], below: float) -> SeedRow:
         planned_steps=cell.get("planned_steps"),
         before=before,
         after=after,
-        collapsed=failed or fell,
+        collapsed=fell or (cell["state"] == "failed" and bool(cell.get("collapse"))),
         bit_exact=cell.get("bit_exact"),
         device_seconds=None if train is None else train * (cell.get("devices") or 1),
         peak_bytes=peak.get("bytes"),
@@ -189,15 +194,20 @@ def _noise_effects(cells: Sequence[Cell]) -> dict[str, Spread]:
             under_noise = (value.get("policy") or {}).get("noise") is not None
             if under_noise and clean and noisy and clean["ids"] == noisy["ids"]:
                 pairs = known_pairs(shares_of(clean), shares_of(noisy))
-                found.setdefault(name, []).append(math.fsum(b - a for a, b in pairs) / len(pairs))
+                if pairs:
+                    found.setdefault(name, []).append(math.fsum(b - a for a, b in pairs) / len(pairs))
     return {name: part for name, values in found.items() if (part := spread(values)) is not None}
 
 
 def _targets(seeds: Sequence[SeedRow]) -> dict[str, TargetRow]:
-    """Cost -> median over the runs that have ended or reached the target."""
-    counted = [row for row in seeds if row.state in ENDED or row.target_step is not None]
+    """Cost -> median over the runs that have ended or reached the target; none where what one of them spent to reach it is not known."""
+    counted = [row for row in seeds if _is_judged(row) or row.target_step is not None]
+    reached = [row for row in counted if row.target_step is not None]
     found = {}
     for cost in COSTS:
+        if any(row.target.get(cost) is None for row in reached):
+            found[cost] = TargetRow(value=None, above=None, reached=len(reached), count=len(counted))
+            continue
         median = censored_median(
             [row.target.get(cost) for row in counted], [row.target_bound.get(cost) for row in counted]
         )
@@ -289,7 +299,7 @@ def _policy(cells: Sequence[Cell]) -> str:
 
 
 def _notes(cells: Sequence[Cell], with_config: Sequence[Cell]) -> list[str]:
-    notes = [f"{cell['run']} is {cell['state']}: {cell['error']}" for cell in cells if cell.get("error")]
+    notes = [_ended_badly(cell) for cell in cells if cell.get("error")]
     early = sorted({(int(cell["as_of"]), int(cell["planned_steps"] or 0)) for cell in cells if cell.get("as_of")})
     notes += [
         f"As of step {step} of {planned}: schedules of learning rate and noise are those of {planned} steps."
@@ -316,6 +326,13 @@ def _notes(cells: Sequence[Cell], with_config: Sequence[Cell]) -> list[str]:
             f"The runs were made on different machines ({'; '.join(sorted(machines))}): times cannot be compared."
         )
     return notes
+
+
+def _ended_badly(cell: Cell) -> str:
+    if cell["state"] != "failed":
+        return f"{cell['run']} is {cell['state']}: {cell['error']}"
+    remark = "" if cell.get("collapse") else " (not its training: it counts as open, not as collapsed)"
+    return f"{cell['run']} failed: {cell['error']}{remark}"
 
 
 def _spread_notes(arms: Sequence[ArmRow], plan: Mapping[str, Any]) -> list[str]:

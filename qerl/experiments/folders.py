@@ -69,7 +69,7 @@ def _known(
     name: str, entry: dict[str, Any], summary: dict[str, Any], labels: Mapping[str, str | None]
 ) -> dict[str, Any]:
     """What the manifest knows better than a summary that may be older."""
-    facts = {key: entry[key] for key in ("arm", "seed", "phase", "axes", "state") if key in entry}
+    facts = {key: entry[key] for key in ("arm", "seed", "phase", "axes", "state", "collapse") if key in entry}
     own = summary.get("label") if summary.get("arm") == facts.get("arm") and summary.get("steps") else None
     label = own or labels.get(str(facts.get("arm"))) or facts.get("arm")
     error = entry.get("error") or entry.get("problem") or summary.get("error")
@@ -98,7 +98,11 @@ def export_summaries(collection: Collection, results: Path) -> list[Path]:
 
 
 def _state(cell: dict[str, Any]) -> dict[str, Any]:
-    return {key: cell[key] for key in ("state", "arm", "seed", "phase", "axes", "error") if cell.get(key) is not None}
+    return {
+        key: cell[key]
+        for key in ("state", "arm", "seed", "phase", "axes", "error", "collapse")
+        if cell.get(key) is not None
+    }
 
 
 def _compact(path: Path) -> None:

@@ -7,7 +7,7 @@ import shutil
 
 import torch
 
-from qerl.errors import QerlError, RunFolderError, RunStopped
+from qerl.errors import QerlError, RunFolderError, RunStopped, TrainingError
 from qerl.experiments.cells import Cell
 from qerl.experiments.final import Trained, evaluate_trained, from_trainer, missing, reopen
 from qerl.experiments.manifest import State, work_folder
@@ -22,6 +22,8 @@ from qerl.train.stop import Deadline, StopRequest
 
 FAILURES = (QerlError, RuntimeError, ArithmeticError, AssertionError)
 """What ends a cell and not the matrix: refused settings, numbers that are not finite, memory that ran out, broken invariants."""
+COLLAPSES = (TrainingError, ArithmeticError)
+"""Of these, what says something of the arm: its training could not go on. The others say something of the machine or of the program."""
 
 
 def lock(plan: Plan, cell: Cell) -> RunLock:
@@ -44,7 +46,7 @@ def _run_locked(plan: Plan, cell: Cell, deadline: Deadline, *, own_process: bool
     assert cell.config is not None
     run = plan.run(cell)
     _refuse_strangers(plan, cell, run)
-    plan.manifest.set_state(cell.name, "running", error=None, own_process=own_process)
+    plan.manifest.set_state(cell.name, "running", error=None, collapse=None, own_process=own_process)
     _mark_sharing(plan, cell)
     try:
         state = _train_and_evaluate(plan, cell, run, deadline)
@@ -55,7 +57,8 @@ def _run_locked(plan: Plan, cell: Cell, deadline: Deadline, *, own_process: bool
         raise
     except FAILURES as error:
         what = str(error) or type(error).__name__
-        plan.manifest.set_state(cell.name, "failed", error=f"{type(error).__name__}: {what}"[:2000])
+        error_text = f"{type(error).__name__}: {what}"[:2000]
+        plan.manifest.set_state(cell.name, "failed", error=error_text, collapse=isinstance(error, COLLAPSES) or None)
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from qerl.eval.intervals import mcnemar_exact, paired_difference
-from qerl.experiments.statistics import t_interval
+from qerl.experiments.statistics import detectable_difference, t_interval
 from qerl.experiments.summary import shares_of
 from qerl.report.comparison import ArmRow, PairRow, SeedTest, Spread
 
@@ -52,12 +52,37 @@ def pair_rows(
         ]
     else:
         asked = [(arms[0], arm) for arm in arms[1:]]
+    detect = (known.get("plan") or {}).get("detect")
     return [
-        pair_row(by_arm[a.key], by_arm[b.key], a, b, detectable.get((names[a.key], names[b.key]))) for a, b in asked
+        pair_row(
+            by_arm[a.key],
+            by_arm[b.key],
+            a,
+            b,
+            detectable=detectable.get((names[a.key], names[b.key])),
+            detectable_now=_detectable_now(a, b, detect),
+        )
+        for a, b in asked
     ]
 
 
-def pair_row(first: Sequence[Cell], second: Sequence[Cell], a: ArmRow, b: ArmRow, detectable: float | None) -> PairRow:
+def _detectable_now(a: ArmRow, b: ArmRow, detect: Mapping[str, Any] | None) -> float | None:
+    """What the seeds with a result can show, under the scatter that was stated beforehand."""
+    counts = [0 if arm.after is None else len(arm.after.values) for arm in (a, b)]
+    if detect is None or min(counts) < 2:
+        return None
+    return detectable_difference(detect["sd"], *counts, alpha=detect["alpha"], power=detect["power"])
+
+
+def pair_row(
+    first: Sequence[Cell],
+    second: Sequence[Cell],
+    a: ArmRow,
+    b: ArmRow,
+    *,
+    detectable: float | None,
+    detectable_now: float | None,
+) -> PairRow:
     """Second minus first, over the seeds both have, and over the questions both answered."""
     ends = [{row.seed: row.after for row in arm.seeds if row.after is not None} for arm in (a, b)]
     shared = sorted(seed for seed in ends[0].keys() & ends[1].keys() if seed is not None)
@@ -70,7 +95,8 @@ def pair_row(first: Sequence[Cell], second: Sequence[Cell], a: ArmRow, b: ArmRow
         shares = [[shares_of(part) for part in parts if part is not None] for parts in rows]
         pairs = known_pairs(_mean_shares(shares[0]), _mean_shares(shares[1]))
         count = len(pairs)
-        difference, low, high = paired_difference([x for x, _ in pairs], [y for _, y in pairs], CONFIDENCE)
+        if pairs:
+            difference, low, high = paired_difference([x for x, _ in pairs], [y for _, y in pairs], CONFIDENCE)
         tests = [_test(seed, x, y) for seed, x, y in zip(shared, shares[0], shares[1], strict=True)]
     return PairRow(
         first=a.label,
@@ -84,6 +110,7 @@ def pair_row(first: Sequence[Cell], second: Sequence[Cell], a: ArmRow, b: ArmRow
         questions=count,
         tests=tuple(tests),
         detectable=detectable,
+        detectable_now=detectable_now,
     )
 
 

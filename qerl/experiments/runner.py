@@ -340,9 +340,13 @@ def _settle_choices(plan: Plan, orders: Orders, deadline: Deadline, say: Say) ->
         value["choices"] |= fresh
     for arm, choice in fresh.items():
         if choice["axes"] is None:
-            for cell in plan.cells:
-                if cell.arm.name == arm and cell.phase == "final":
-                    plan.manifest.set_state(cell.name, "failed", error="none of its trials finished")
+            own = [cell for cell in plan.cells if cell.arm.name == arm]
+            collapse = (
+                all(plan.manifest.cell(cell.name).get("collapse") for cell in own if cell.phase == "tune") or None
+            )
+            for cell in own:
+                if cell.phase == "final":
+                    plan.manifest.set_state(cell.name, "failed", error="none of its trials finished", collapse=collapse)
         say(f"{arm}: chose {choice['axes']} among {choice['trials']} trials ({choice['failed']} failed)")
     plan = open_plan(plan.path, plan.settings, plan.out, data=False)
     # Beside running cells it is searched for when its turn comes.

@@ -146,7 +146,7 @@ class MatrixConfig(Section):
     vary: tuple[Literal["model.path"], ...] = ()
     """What arms may differ in that is otherwise equal in all: `model.path`, for folders that hold one model quantized in several ways."""
     collapsed_below: Fraction = 0.5
-    """A seed has collapsed when it failed, or ended below this share of its accuracy before training."""
+    """A seed has collapsed when its training could not go on, or ended below this share of its accuracy before training."""
     final: tuple[FinalConfig, ...] = ()
     """Evaluations of the trained model beside `eval`."""
     tuning: TuningConfig | None = None

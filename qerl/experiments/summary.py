@@ -60,6 +60,7 @@ def write_cell_summary(plan: Plan, cell: Cell) -> None:
         "axes": cell.axes,
         "state": entry["state"],
         "error": entry.get("error") or entry.get("problem"),
+        "collapse": entry.get("collapse", False),
         "own_process": entry.get("own_process"),
         "shared_device": entry.get("shared_device", False),
         "target": matrix.target.model_dump(),

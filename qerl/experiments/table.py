@@ -40,15 +40,17 @@ def _conditions(comparison: Comparison) -> str:
 
 def _arms(comparison: Comparison) -> str:
     finals = list(dict.fromkeys(name for arm in comparison.arms for name in arm.final))
-    head = ["Arm", "Seeds", "Before", "After", "Gain, points", *finals, "Collapsed"]
+    effects = list(dict.fromkeys(name for arm in comparison.arms for name in arm.noise_effect))
+    head = ["Arm", "Seeds", "Before", "After", "Gain, points", *finals]
+    head += [*(f"{name} − clean, points" for name in effects), "Collapsed"]
     if comparison.target is not None:
         head.append(f"{comparison.time_name} to {100 * comparison.target:g} %")
     head += [comparison.time_name, "Peak memory", "Front"]
-    rows = [_arm(comparison, arm, finals) for arm in comparison.arms]
+    rows = [_arm(comparison, arm, finals, effects) for arm in comparison.arms]
     return _table(head, rows)
 
 
-def _arm(comparison: Comparison, arm: ArmRow, finals: Sequence[str]) -> list[str]:
+def _arm(comparison: Comparison, arm: ArmRow, finals: Sequence[str], effects: Sequence[str]) -> list[str]:
     before = [row.before for row in arm.seeds if row.before is not None]
     temperature = "" if arm.temperature is None else f", T {arm.temperature:.3f}"
     row = [
@@ -58,6 +60,7 @@ def _arm(comparison: Comparison, arm: ArmRow, finals: Sequence[str]) -> list[str
         percent_spread(arm.after),
         points_spread(arm.gain),
         *(percent_spread(arm.final.get(name)) for name in finals),
+        *(points_spread(arm.noise_effect.get(name)) for name in effects),
         f"{arm.collapsed} of {arm.judged}",
     ]
     if comparison.target is not None:
@@ -89,7 +92,7 @@ def _pairs(comparison: Comparison) -> str:
         *(f"{name}, points" for name in finals),
         "Over questions, points",
         "McNemar p by seed",
-        "Detectable, planned seeds",
+        "Detectable, planned (finished) seeds",
     ]
     return _table(head, [_pair(row, finals) for row in comparison.pairs])
 
@@ -106,8 +109,14 @@ def _pair(row: PairRow, finals: Sequence[str]) -> list[str]:
         *(points_spread(row.finals.get(name)) for name in finals),
         questions,
         ", ".join(f"{test.p_value:.2g}" for test in row.tests) or DASH,
-        DASH if row.detectable is None else f"{100 * row.detectable:.1f}",
+        _detectable(row),
     ]
+
+
+def _detectable(row: PairRow) -> str:
+    """``2.0 (4.1)``; once where the seeds are those that were planned."""
+    planned, now = (DASH if value is None else f"{100 * value:.1f}" for value in (row.detectable, row.detectable_now))
+    return planned if now == planned else f"{planned} ({now})"
 
 
 def percent_spread(value: Spread | None) -> str:
@@ -136,7 +145,9 @@ def target_text(arm: ArmRow, cost: str) -> str:
     reached = f"({row.reached} of {row.count})"
     if row.value is not None:
         return f"{row.value:.0f} {reached}"
-    return f"censored, > {row.above:.0f} {reached}" if row.above is not None else f"not reached {reached}"
+    if row.above is not None:
+        return f"censored, > {row.above:.0f} {reached}"
+    return f"{'reached, time unknown' if row.reached else 'not reached'} {reached}"
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:

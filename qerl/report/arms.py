@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -128,11 +128,15 @@ def _quality_card(comparison: Comparison) -> Card:
 def _short_target(row: TargetRow | None) -> str:
     if row is None or row.count == 0:
         return NONE
+    return f"{_known(row, text.seconds)} · {row.reached} of {row.count}"
+
+
+def _known(row: TargetRow, shown: Callable[[float], str]) -> str:
     if row.value is not None:
-        known = text.seconds(row.value)
-    else:
-        known = f"> {text.seconds(row.above)}" if row.above is not None else "not reached"
-    return f"{known} · {row.reached} of {row.count}"
+        return shown(row.value)
+    if row.above is not None:
+        return f"> {shown(row.above)}"
+    return "reached" if row.reached else "not reached"
 
 
 def seeds_text(arm: ArmRow) -> str:
@@ -173,8 +177,4 @@ def target_text(row: TargetRow | None, cost: str) -> str:
     """Median cost to the target, or what it is known to exceed, and how many seeds reached it."""
     if row is None or row.count == 0:
         return NONE
-    shown = text.seconds if cost.endswith("seconds") else text.count
-    reached = f"({row.reached} of {row.count})"
-    if row.value is not None:
-        return f"{shown(row.value)} {reached}"
-    return f"> {shown(row.above)} {reached}" if row.above is not None else f"not reached {reached}"
+    return f"{_known(row, text.seconds if cost.endswith('seconds') else text.count)} ({row.reached} of {row.count})"

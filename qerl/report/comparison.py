@@ -42,7 +42,7 @@ class SeedRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetRow:
-    """Median cost to the target over an arm's seeds; ``value`` None: the median is above ``above``."""
+    """Median cost to the target over an arm's seeds; ``value`` None: the median is above ``above``, or nothing is known of it."""
 
     value: float | None
     above: float | None
@@ -67,7 +67,7 @@ class ArmRow:
     """Evaluations under noise minus the clean one, run by run."""
     collapsed: int
     judged: int
-    """Runs that have ended, well or not: what ``collapsed`` is out of."""
+    """Runs that made all their steps, or could not for their training's sake: what ``collapsed`` is out of."""
     device_seconds: float | None
     """Mean over the runs that made all their steps."""
     peak_bytes: float | None
@@ -111,7 +111,9 @@ class PairRow:
     """Interval over the questions alone: a paired bootstrap of each question's mean over the shared seeds."""
     tests: tuple[SeedTest, ...]
     detectable: float | None
-    """Smallest detectable difference that was stated beforehand."""
+    """Smallest detectable difference that was stated beforehand, for the planned seeds."""
+    detectable_now: float | None
+    """The same for the seeds of the two arms that have a result; None with fewer than two of either."""
 
     @property
     def verdict(self) -> str:

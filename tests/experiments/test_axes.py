@@ -18,7 +18,8 @@ def shown(cells):
 LOW = [cell("a", 3e-5, 0, 0.24), cell("a", 3e-5, 1, 0.26), cell("b", 3e-5, 0, 0.25), cell("b", 3e-5, 1, 0.27)]
 MIDDLE = [cell("a", 1e-4, 0, 0.30), cell("a", 1e-4, 1, 0.32), cell("b", 1e-4, 0, 0.28), cell("b", 1e-4, 1, 0.26)]
 HIGH = [cell("a", 3e-4, 0, 0.50), cell("a", 3e-4, 1, 0.52), cell("b", 3e-4, 0, 0.48), cell("b", 3e-4, 1, 0.09)]
-FAILED = [*HIGH[:3], cell("b", 3e-4, 1, None, state="failed")]
+FAILED = [*HIGH[:3], cell("b", 3e-4, 1, None, state="failed") | {"collapse": True}]
+KILLED = [*HIGH[:3], cell("b", 3e-4, 1, None, state="failed") | {"error": "OutOfMemoryError: 2 GB"}]
 OPEN = [*HIGH[:3], cell("b", 3e-4, 1, None, state="stopped")]
 
 
@@ -42,6 +43,7 @@ def test_the_table_has_a_line_a_rate_with_accuracy_and_collapsed_seeds_of_each_a
         (LOW + MIDDLE + HIGH, "lr 0.0001, 29.0 % (best mean"),
         (LOW + MIDDLE + FAILED, "lr 0.0001, 29.0 % (best mean"),
         (LOW + MIDDLE + OPEN, "lr 0.0001, 29.0 % (best mean"),
+        (LOW + MIDDLE + KILLED, "lr 0.0001, 29.0 % (best mean"),
         ([*LOW, cell("b", 0.0001, 0, 0.6)], "lr 3e-05, 25.5 % (best mean"),
         ([*HIGH, cell("a", 0.0001, 0, None, state="waiting")], "no value yet"),
     ],

@@ -108,7 +108,7 @@ def test_a_failed_cell_is_shown_with_what_it_did_and_counts_as_collapsed(done):
     assert (by_key["plain-lr1e+30"].collapsed, by_key["plain-lr1e+30"].judged) == (1, 1)
     assert by_key["plain-lr0.001"].after is not None and by_key["plain-lr1e+30"].after is None
     assert by_key["broken-lr0.001"].judged == 0
-    assert any("plain-lr1e+30-s0 is failed" in note for note in comparison.notes)
+    assert any("plain-lr1e+30-s0 failed: TrainingError" in note for note in comparison.notes)
     assert any("qk_norm" in note for note in comparison.notes)
     assert any("shared a process" in note for note in comparison.notes)
     assert "noisy" in by_key["noisy-lr0.001"].noise_effect

@@ -99,6 +99,7 @@ def fake_cell(arm: str, seed: int, *, failed: bool = False) -> dict[str, Any]:
         "arm": arm,
         "label": arm,
         "state": "failed" if failed else "finished",
+        "collapse": failed,
         "seed": seed,
         "model": "Example-0.5B",
         "steps": last,

@@ -85,7 +85,8 @@ def test_censored_times_are_bounds_and_reached_ones_are_medians(comparison):
     fast = by_label["NVFP4 + AQN, absolute 5e-2 to 5e-4"].target["device_seconds"]
     assert fast.reached == 5 and 80 < fast.value < 110
     assert target_text(slow, "device_seconds").startswith("> 2 min")
-    assert target_text(TargetRow(value=None, above=None, reached=0, count=2), "tokens") == "not reached (0 of 2)"
+    for reached, words in ((0, "not reached (0 of 2)"), (1, "reached (1 of 2)")):
+        assert target_text(TargetRow(value=None, above=None, reached=reached, count=2), "tokens") == words
 
 
 def test_failed_and_missing_cells_are_shown_and_counted(page, comparison):
@@ -93,7 +94,7 @@ def test_failed_and_missing_cells_are_shown_and_counted(page, comparison):
     assert [row.state for row in nf4.seeds] == ["finished", "failed", "waiting"]
     assert (nf4.collapsed, nf4.judged) == (1, 2)
     assert nf4.after.values == (nf4.seeds[0].after,)
-    assert "nf4-s1 is failed: TrainingError" in page.text
+    assert "nf4-s1 failed: TrainingError" in page.text
     assert "Not finished, and so without a result: nf4-s2." in page.text
     assert "not bit-exact: nvfp4-s2" in page.text
 
@@ -185,9 +186,8 @@ def test_seeds_that_scatter_more_than_stated_are_told(results):
     collection = read_cells([results])
     (first,) = compare_cells(collection)
     plan = collection.plans["example"]
-    tight = Collection(
-        cells=collection.cells, plans={"example": plan | {"plan": plan["plan"] | {"detect": {"sd": 0.001}}}}
-    )
+    detect = plan["plan"]["detect"] | {"sd": 0.001}
+    tight = Collection(cells=collection.cells, plans={"example": plan | {"plan": plan["plan"] | {"detect": detect}}})
     (second,) = compare_cells(tight)
     assert not any("scatter" in note for note in first.notes)
     assert any("more than the 0.1 stated beforehand" in note for note in second.notes)

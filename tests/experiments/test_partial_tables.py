@@ -1,0 +1,130 @@
+"""Tables of a matrix of which some cells have ended, some are open and some have failed; by hand."""
+
+from __future__ import annotations
+
+import pytest
+from summary_builders import axis_cell
+
+from qerl.experiments.compare import compare_cells
+from qerl.experiments.folders import Collection
+from qerl.experiments.table import markdown
+from qerl.report.arms import render_arms
+
+IDS = "0123456789abcdef"
+DETECT = {"sd": 0.01, "source": "assumed", "alpha": 0.05, "power": 0.8}
+KNOWN = {
+    "plan": {"protocol": "mechanism", "target": {"accuracy": 0.45, "device_seconds": 900.0}, "detect": DETECT},
+    "detectable": [{"first": "a", "second": "b", "seeds": [3, 3], "difference": 0.03}],
+}
+
+
+def cell(arm, seed, after, *, state="finished", right=None, ids=IDS, **facts):
+    """A cell with an evaluation before and, unless None, one after training of which every answer is known."""
+    questions = {} if right is None else {"after": {"ids": ids, "samples": 1, "right": right}}
+    return axis_cell(arm, 1e-4, seed, after, state=state) | {
+        "run": f"{arm}-s{seed}",
+        "axes": {},
+        "questions": questions,
+        **facts,
+    }
+
+
+def compared(*cells):
+    (found,) = compare_cells(Collection(cells=cells, plans={"grid": KNOWN}))
+    return found
+
+
+def cells_of(line):
+    return [part.strip() for part in line.strip("|").split("|")]
+
+
+def row_of(comparison, name):
+    lines = [line for line in markdown([comparison]).splitlines() if line.startswith("|")]
+    at = next(number for number, line in enumerate(lines) if line.startswith(f"| {name} |"))
+    head = max(number for number, line in enumerate(lines[:at]) if line.startswith("| ---")) - 1
+    return dict(zip(cells_of(lines[head]), cells_of(lines[at]), strict=True))
+
+
+def test_one_two_and_three_seeds_have_the_intervals_that_they_can_have():
+    """None of one seed; t of 1 and 2 degrees of freedom are 12.706 and 4.303."""
+    one = compared(cell("a", 0, 0.30))
+    assert row_of(one, "A")["After"] == "30.0 %"
+    two = compared(cell("a", 0, 0.30), cell("a", 1, 0.32))
+    assert row_of(two, "A")["After"] == "31.0 % [18.3, 43.7]"
+    three = compared(cell("a", 0, 0.30), cell("a", 1, 0.32), cell("a", 2, 0.31))
+    assert row_of(three, "A")["After"] == "31.0 % [28.5, 33.5]"
+    for comparison in (one, two, three):
+        assert "nan" not in markdown([comparison]).lower() + render_arms([comparison]).split("<script", 1)[0].lower()
+
+
+def test_a_cell_that_the_machine_ended_is_open_and_not_collapsed():
+    """Memory that ran out beside other cells says nothing of the arm that it struck."""
+    killed = cell("a", 1, None, state="failed", error="OutOfMemoryError: CUDA out of memory")
+    diverged = cell("a", 2, None, state="failed", error="TrainingError: not finite", collapse=True)
+    found = compared(cell("a", 0, 0.30), killed, diverged, cell("b", 0, 0.31))
+    assert (found.arms[0].collapsed, found.arms[0].judged) == (1, 2)
+    assert found.arms[0].target["tokens"].count == 2
+    assert row_of(found, "A")["Collapsed"] == "1 of 2"
+    first, second = (note for note in found.notes if "failed" in note)
+    assert (
+        first
+        == "a-s1 failed: OutOfMemoryError: CUDA out of memory (not its training: it counts as open, not as collapsed)"
+    )
+    assert second == "a-s2 failed: TrainingError: not finite"
+
+
+def test_what_can_be_detected_is_said_for_the_seeds_that_there_are():
+    """(t_.975 + t_.8) sd sqrt(1/n1 + 1/n2): 3 degrees of freedom of 3 and 2 seeds, (3.182 + .978) .01 sqrt(5/6)."""
+    cells = [cell("a", seed, 0.30 + 0.01 * seed) for seed in range(3)] + [cell("b", seed, 0.32) for seed in range(2)]
+    found = compared(*cells, cell("b", 2, None, state="running"))
+    assert found.pairs[0].detectable_now == pytest.approx(4.160 * 0.01 * (5 / 6) ** 0.5, abs=1e-5)
+    assert row_of(found, "B − A")["Detectable, planned (finished) seeds"] == "3.0 (3.8)"
+    assert "stated to be detectable: 3.0, with the seeds so far 3.8" in render_arms([found])
+    assert row_of(compared(*cells[:4]), "B − A")["Detectable, planned (finished) seeds"] == "3.0 (–)"
+
+
+def test_questions_are_compared_where_they_are_the_same_ones():
+    """Seed 2 of one arm alone has a result; another set of questions has no paired difference at all."""
+    cells = [cell("a", 0, 0.50, right="1100"), cell("a", 1, 0.50, right="1010"), cell("a", 2, 0.75, right="1110")]
+    cells += [cell("b", 0, 0.75, right="1110"), cell("b", 1, 0.25, right="1000"), cell("b", 2, None, state="stopped")]
+    (pair,) = compared(*cells).pairs
+    assert (pair.questions, len(pair.tests)) == (4, 2)
+    assert [(test.gained, test.lost) for test in pair.tests] == [(1, 0), (0, 1)]
+    assert pair.question_difference == pytest.approx(0.0) and pair.over_seeds.values == pytest.approx((0.25, -0.25))
+    cells[3] = cell("b", 0, 0.75, right="1110", ids="f" * 16)
+    (pair,) = compared(*cells).pairs
+    assert (pair.questions, pair.tests, pair.question_difference) == (0, (), None)
+
+
+def test_accuracy_under_noise_is_told_with_its_difference_to_the_clean_one():
+    """Question by question of each run: two of four lost, then one; the mean is of runs."""
+    noisy = {"accuracy": 0.5, "policy": {"noise": {"sigma": 0.05}}}
+    cells = [cell("a", seed, 1.0, right="1111", final={"noisy": noisy}) for seed in range(2)]
+    for found, right in zip(cells, ("1010", "1110"), strict=True):
+        found["questions"]["noisy"] = {"ids": IDS, "samples": 1, "right": right}
+    # Mean .375 of .5 and .25; standard error .125 times 12.706.
+    assert row_of(compared(*cells), "A")["noisy − clean, points"] == "−37.5 [−196.3, +121.3]"
+
+
+def test_answers_of_which_none_could_be_scored_in_both_are_no_division_by_zero():
+    (pair,) = compared(cell("a", 0, 0.0, right="-1"), cell("b", 0, 0.0, right="1-")).pairs
+    assert pair.question_difference is None and pair.questions == 0
+
+
+def reaching(arm, seed, after, seconds):
+    found = cell(arm, seed, after, shared_device=seconds is None)
+    found["evaluations"][-1] |= {"train_seconds": seconds, "tokens": 1000 + seed}
+    return found
+
+
+def test_a_target_that_cells_without_times_have_reached_is_reached():
+    """It was called not reached, for what it took is not known; what tokens it took is."""
+    found = compared(reaching("a", 0, 0.46, None), reaching("a", 1, 0.47, None), reaching("a", 2, 0.30, None))
+    row = found.arms[0].target["device_seconds"]
+    assert (row.value, row.above, row.reached, row.count) == (None, None, 2, 3)
+    assert row_of(found, "A")["seconds of training (CPU) to 45 %"] == "reached, time unknown (2 of 3)"
+    assert found.arms[0].target["tokens"].value == 1001
+    alone = compared(reaching("a", 0, 0.46, 700.0), reaching("a", 1, 0.47, 800.0), reaching("a", 2, 0.30, 850.0))
+    assert row_of(alone, "A")["seconds of training (CPU) to 45 %"] == "800 (2 of 3)"
+    late = compared(reaching("a", 0, 0.46, 950.0))
+    assert row_of(late, "A")["seconds of training (CPU) to 45 %"].endswith("(0 of 1)"), "beyond the budget"
