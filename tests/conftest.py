@@ -16,4 +16,13 @@ def pytest_configure(config):
         os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 
 
+def pytest_runtest_teardown(item):
+    """Memory that a test has taken and given up goes back to the device, which other processes test too."""
+    if item.get_closest_marker("gpu"):
+        import torch  # not needed to collect tests
+
+        if torch.cuda.is_available() and torch.cuda.memory_reserved() > 2 << 30:
+            torch.cuda.empty_cache()
+
+
 sys.path[:0] = [str(path) for path in sorted(Path(__file__).parent.iterdir()) if path.is_dir()]

@@ -105,6 +105,21 @@ def test_every_shape_agrees_with_float64(rows):
 
 
 @ON_HOPPER
+@pytest.mark.parametrize(("segments", "d_in"), [WEIGHTS[0], WEIGHTS[3], WEIGHTS[5]])
+def test_every_output_is_written(segments, d_in, monkeypatch):
+    """New memory holds NaN: outputs, and sums of the blocks that share a tile."""
+    natural, _, weight = pair("nvfp4", segments, d_in)
+    empty, parts, bias = torch.empty, adapters_of(segments, d_in, 8), cuda(sum(segments), seed=9)
+    for rows in (17, SOME, 1000):
+        x = cuda(rows, d_in, seed=rows)
+        assert regime_of(x, weight, *flatten(parts)) == regimes.KEPT
+        with torch.no_grad(), monkeypatch.context() as patched:
+            patched.setattr(torch, "empty", lambda *args, **options: empty(*args, **options).fill_(torch.nan))
+            y = fp4_linear(x, weight, bias, parts)
+        check(y, x, natural, bias, parts, once=True)
+
+
+@ON_HOPPER
 @pytest.mark.parametrize("rows", [17, SOME, 1000])
 def test_a_row_does_not_depend_on_the_others(rows):
     segments, d_in = WEIGHTS[0]
