@@ -22,10 +22,7 @@ import argparse
 import importlib.metadata
 import itertools
 import json
-import shlex
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -36,6 +33,7 @@ from heads import HEAD_ROWS, HEADS, MEASURED, head_rows
 from linear_cells import Cells, parse_cells
 from linear_peers import PACKAGES, PEERS, Peer, largest_error, require
 from linears import KEPT, Linear, bfloat16, layer, projections, separate
+from stored import write_result
 from synthetic import SHAPES, normal
 from timing import deciles, device_times, require_gpu
 from torch import Tensor
@@ -46,7 +44,7 @@ from qerl.kernels.fp4_linear import AdapterPart, fp4_linear, regimes
 ROWS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 8192)
 FEW_ROWS = (1, 8, 64, 256, 2048)
 RANK_ROWS = (8, 64)
-PEER_ROWS = (1, 8, 32, 64, 256, 2048)
+PEER_ROWS = (1, 8, 16, 32, 64, 256, 2048)
 CACHE_BYTES = 60e6
 LARGEST_ERROR = 3.5e-3
 PEER_ERROR = 1e-2
@@ -92,14 +90,7 @@ class Bench:
         self.rows: list[dict[str, Any]] = []
         self.failed: list[dict[str, str]] = []
         self.copy_rate, self.matrix_rate = self._rates()
-        commit = subprocess.run(
-            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
-        ).stdout.strip()
         self.facts = {
-            "command": shlex.join(["python", "benchmarks/kernels.py", *sys.argv[1:]]),
-            "device": "cpu" if device.type == "cpu" else torch.cuda.get_device_name(),
-            "torch": torch.__version__,
-            "commit": commit or None,
             "kernels": list(kernels),
             "formats": list(formats),
             "peers": {name: importlib.metadata.version(PACKAGES.get(name, name)) for name in peers},
@@ -189,9 +180,7 @@ class Bench:
 
     def write(self) -> None:
         if self.out:
-            self.out.write_text(
-                json.dumps(self.facts | {"rows": self.rows, "failed": self.failed}, indent=1) + "\n", encoding="utf-8"
-            )
+            write_result(self.out, **self.facts, rows=self.rows, failed=self.failed)
 
     def _row(
         self,

@@ -14,9 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
 import statistics
-import sys
 import time
 from collections import defaultdict
 from dataclasses import replace
@@ -24,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from stored import write_result
 from synthetic import random_model
 from timing import require_gpu
 from training import clear, facts, questions, random_answers, samples, spec_of, synchronize
@@ -151,9 +150,7 @@ def main() -> None:
             rows[name] = measure(model, batch, arguments.checkpointing, spec.num_layers)
             print(f"{name}: {json.dumps(rows[name])}", flush=True)
             if arguments.out is not None:
-                command = shlex.join(["python", "benchmarks/layers.py", *sys.argv[1:]])
-                content = {"command": command, "facts": known, "rows": rows, "over_bf16": over_bf16(rows)}
-                arguments.out.write_text(json.dumps(content, indent=1) + "\n")
+                write_result(arguments.out, facts=known, rows=rows, over_bf16=over_bf16(rows))
         del model
         clear(device)
     print(json.dumps(over_bf16(rows), indent=1), flush=True)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
 import sys
 import tempfile
 from dataclasses import asdict
@@ -20,10 +19,11 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+
+from stored import command, environment  # noqa: E402
 
 from qerl.config.load import load_config  # noqa: E402
-from qerl.env_info import collect_env  # noqa: E402
 from qerl.metrics.files import to_json, whole_file  # noqa: E402
 from qerl.metrics.run_dir import RunDir  # noqa: E402
 from qerl.train.rescore import rescore  # noqa: E402
@@ -75,8 +75,8 @@ def main() -> None:
         run = RunDir.open(train(config))
         scored = rescore(run.path)
         result = {
-            "command": shlex.join(["python", "benchmarks/learning_gpu.py", *sys.argv[1:]]),
-            "environment": {k: v for k, v in collect_env().items() if k != "variables"},
+            "command": command(),
+            "environment": environment(),
             "config": {k: v for k, v in config.model_dump(mode="json").items() if k != "run"},
             "metrics": run.read_metrics(),
             "rescore": asdict(scored) | {"within": scored.within, "tolerance": asdict(scored.tolerance)},

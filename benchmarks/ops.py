@@ -11,15 +11,13 @@ product in the same run. Of quantization and dequantization (`packing.py`) a flo
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-import triton
 from packing import packing
+from stored import write_result
 from timing import captured, device_times, require_gpu
 
 from qerl.kernels import philox
@@ -217,18 +215,8 @@ def main() -> None:
     for name in arguments.only.split(","):
         PARTS[name](table)
         if arguments.out:
-            commit = subprocess.run(
-                ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
-            ).stdout.strip()
-            facts = {
-                "device": torch.cuda.get_device_name(),
-                "torch": torch.__version__,
-                "triton": triton.__version__,
-                "commit": commit,
-                "copy_bytes_per_second": table.copy_rate,
-                "matrix_flops_per_second": table.matrix_rate,
-            }
-            arguments.out.write_text(json.dumps(facts | {"rows": table.rows}, indent=1))
+            rates = {"copy_bytes_per_second": table.copy_rate, "matrix_flops_per_second": table.matrix_rate}
+            write_result(arguments.out, **rates, rows=table.rows)
 
 
 if __name__ == "__main__":

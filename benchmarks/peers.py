@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,11 +12,15 @@ from training import GB, operations, rated, synchronize
 from qerl.config.schema import PROJECTIONS
 from qerl.model.spec import ModelSpec
 
+ANSWERS = 8
+"""Of an update, as in ``step.py``."""
+
 
 def peft_passes(
     spec: ModelSpec, device: torch.device, *, nf4: bool, sequences: int, prompt: int, answer: int, repeats: int = 3
 ) -> dict[str, Any]:
-    """Forward and backward pass with gradient checkpointing, SDPA and the loss on the answers; rank 32 on all seven projections."""
+    """Forward pass without gradients, forward and backward pass with gradient checkpointing, SDPA and the loss on the answers, and update;
+    rank 32 on all seven projections. ``step``: an update from eight answers, which is a pass of each kind a micro-batch, and an update."""
     import peft
     import transformers
 
@@ -37,16 +42,35 @@ def peft_passes(
     ids = torch.randint(spec.vocab_size, (sequences, prompt + answer), device=device)
     labels = ids.clone()
     labels[:, :prompt] = -100
-    seconds = []
-    for _ in range(1 + repeats):
-        synchronize(device)
-        began = time.perf_counter()
-        model(input_ids=ids, labels=labels).loss.backward()
-        synchronize(device)
-        seconds.append(time.perf_counter() - began)
-    counted = operations(spec, "full", sequences, prompt, answer)["backward"]
+    learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(learned, lr=1e-5, fused=device.type == "cuda")
+
+    def score() -> None:
+        with torch.no_grad():
+            model(input_ids=ids, labels=labels)
+
+    stages: dict[str, Callable[[], Any]] = {
+        "logprobs": score,
+        "backward": lambda: model(input_ids=ids, labels=labels).loss.backward(),
+        "optimizer": optimizer.step,
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in stages}
+    for index in range(1 + repeats):
+        optimizer.zero_grad()
+        for name, stage in stages.items():
+            synchronize(device)
+            began = time.perf_counter()
+            stage()
+            synchronize(device)
+            if index:
+                seconds[name].append(time.perf_counter() - began)
+    counted = operations(spec, "full", sequences, prompt, answer)
+    row: dict[str, Any] = {name: rated(times, counted.get(name)) for name, times in seconds.items()}
+    passes = ANSWERS / sequences
+    steps = [passes * (score + learn) + update for score, learn, update in zip(*seconds.values(), strict=True)]
+    row["step"] = rated(steps, None) | {"answers": ANSWERS}
     peak = torch.cuda.max_memory_allocated(device) / GB if device.type == "cuda" else 0.0
-    return {"backward": rated(seconds[1:], counted), "allocated_gb": peak}
+    return row | {"allocated_gb": peak}
 
 
 def pack_linears(base: Any, device: torch.device) -> None:

@@ -36,9 +36,11 @@ class Case:
     """One model, and what is done with it."""
 
     kind: str
-    """``passes``, ``peers``, ``whole`` or ``capped``."""
+    """``passes``, ``peers``, ``full``, ``whole`` or ``capped``."""
     size: str
     format: str = "nvfp4"
+    optimizer: str = "adamw"
+    """Name of the optimizer (``optim.name``)."""
     checkpointing: str = "full"
     updates: int = 1
     """Timed updates, or whole steps."""
@@ -57,6 +59,8 @@ class Case:
     def name(self) -> str:
         if self.kind == "peers":
             return f"{self.size} {self.format} by peft and transformers"
+        if self.kind == "full":
+            return f"{self.size} {self.format}, all weights, {self.optimizer}"
         limited = f" in {self.cap_gb:g} GB" if self.cap_gb else ""
         if self.kind in ("whole", "capped"):
             return f"{self.size} {self.format}{limited}, step of {8 * self.prompts} x {self.new}"
@@ -82,7 +86,9 @@ class Run:
         self.sampled = new if sampled is None else sampled
         self.new = new if case.cap_gb is not None else self.sampled
         spec = spec_of(case.size, tiny=tiny)
-        self.model = random_model(spec, format=case.format, device=self.device, dtype=torch.bfloat16)
+        self.model = random_model(
+            spec, format=case.format, device=self.device, dtype=torch.bfloat16, full=case.kind == "full"
+        )
         self.optimizer = make_optimizer(self.model.trainable_parameters(), self.config(MICRO_BATCH).optim)
         self.prompts = questions(spec, case.prompts, prompt)
         # No token ends an answer.
@@ -92,7 +98,8 @@ class Run:
 
     def config(self, budget: int) -> Any:
         # Micro-batches that are compared with others have as many tokens; whole steps share what they can.
-        more = ["train.share_prompts=false"] if self.case.kind == "passes" else []
+        more = ["train.share_prompts=false"] if self.case.kind in ("passes", "full") else []
+        more += ["train.mode=full", f"optim.name={self.case.optimizer}"] if self.case.kind == "full" else []
         return settings(
             self.case.format, self.case.checkpointing, prompts=self.case.prompts, prompt=self.prompt, answer=self.new,
             budget=budget, more=more,

@@ -18,6 +18,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from stored import write_result
+
 SHAPES: dict[str, dict[str, int]] = {
     "32b": {"hidden_size": 5120, "intermediate_size": 27648, "num_attention_heads": 40, "num_key_value_heads": 8},
     "7b": {"hidden_size": 3584, "intermediate_size": 18944, "num_attention_heads": 28, "num_key_value_heads": 4},
@@ -166,7 +168,7 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     file = args.out / f"memory-{args.shape}-{args.method}.json"
     settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()}
-    file.write_text(json.dumps({"schema": 1, "settings": settings, "rows": rows}, indent=1) + "\n")
+    write_result(file, settings=settings, rows=rows)
     print(file)
 
 

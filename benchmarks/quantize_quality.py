@@ -11,15 +11,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
+from stored import write_result
 
-import qerl
 from qerl.formats import get_format
 from qerl.model.checkpoint import resolve_model_path
 from qerl.model.tokenizer import Tokenizer, load_tokenizer
@@ -172,18 +170,13 @@ def main() -> None:
                 continue
             results.append(bench.run(weight_format, method))
             content = {
-                "schema": 1,
-                "qerl": qerl.__version__,
-                "torch": torch.__version__,
                 "model": bench.source.folder.name,
-                "device": torch.cuda.get_device_name() if bench.device.type == "cuda" else "cpu",
                 "dtype": args.dtype,
-                "command": shlex.join(["python", "benchmarks/quantize_quality.py", *sys.argv[1:]]),
                 "calibration": public(bench.calibration),
                 "compared_on": {name: public(text) for name, text in bench.compared.items()},
                 "results": results,
             }
-            file.write_text(json.dumps(content, indent=1) + "\n")
+            write_result(file, **content)
             print(table(results[-1:], list(bench.compared)), flush=True)
     print(table(results, list(bench.compared)))
     print(f"\n{file}")

@@ -1,16 +1,21 @@
 """The training step on a GPU: log-prob pass, backward pass, update; memory against its prediction; whole GRPO steps, also under a cap.
 
-    python benchmarks/step.py [--out results/step_h200.json] [--only passes,peers,whole,capped] [--add FILE ...] [--seconds 400] [--tiny]
+    python benchmarks/step.py [--out results/step_h200.json] [--only passes,peers,full,whole,capped] [--add FILE ...] [--seconds 400] [--tiny]
+    python benchmarks/step.py --only '' --add FILE ... --out results/step_h200.json
 
 Models have Qwen2.5 shapes and random weights (speed does not depend on the values), LoRA rank 32 on all seven projections with
 trained norms. ``passes``: an update from eight answers of 2048 tokens, of which 1920 are in the loss, in micro-batches of 4k and of
 8k tokens (no prompt shared); times are of one micro-batch of 8192, or of as many tokens as the row names. ``peers``: the same micro-batch by peft and transformers, on BF16 and on
-bitsandbytes' NF4. ``whole``: rollout (all answers as long as they may be), log-probs, backward and update of one step; and the
+bitsandbytes' NF4. ``step`` is an update from all answers. ``full``: the passes where every weight learns, with AdamW's moments in float32 and
+in 8 bits, and its memory beside the plan. ``whole``: rollout (all answers as long as they may be), log-probs, backward and update of one step; and the
 speed-up of NVFP4 over BF16, by the clock and from parts. ``capped``: the same in one process under a cap of memory, with BF16 under
 the same cap. ``--most-new 7B=512`` shortens the answers of whole steps; under a cap there is still room for all of their tokens and
 the update is made from answers as long as they may be, only fewer tokens are sampled.
 
-Times are by the host's clock between synchronizations. Operations are counted as 4 P T + 4 P_head T_answer + attention (a frozen
+Every row names its command, commit, torch and device. ``--add`` keeps the rows of earlier outputs, the last of one name, and a row that is measured
+now takes the place of one that was added; the second form only puts outputs together, and needs no GPU. A speed-up is of two rows of one commit.
+
+Times are by the host's clock between synchronizations; ``repeats`` says of how many updates or steps a figure is. Operations are counted as 4 P T + 4 P_head T_answer + attention (a frozen
 base has no weight gradient), 6 P T with full recomputation (of which a layer's last product is not made again), 2 P T for a log-prob pass. A case that finds too little time left is
 skipped and says so; one that runs out of memory is "not runnable". ``--tiny`` runs all of it on the CPU with toy shapes.
 """
@@ -28,6 +33,7 @@ from typing import Any
 import torch
 from peers import peft_passes
 from phases import MICRO_BATCH, Case, Run
+from stored import made_by, write_result
 from timing import require_gpu
 from training import (
     GB,
@@ -35,7 +41,6 @@ from training import (
     cap,
     clear,
     compare,
-    facts,
     learned,
     operations,
     random_answers,
@@ -43,6 +48,7 @@ from training import (
     spec_of,
 )
 
+from qerl.errors import MissingDependencyError
 from qerl.records import Completion
 from qerl.report.speedup import speed_up
 from qerl.train.timing import StageTimer
@@ -63,6 +69,10 @@ CASES = (
     Case(kind="passes", size="0.5B", format="nf4"),
     Case(kind="passes", size="7B", format="nf4", needs=12),
     Case(kind="passes", size="32B", format="nf4", shapes=(8192,), needs=40),
+    Case(kind="full", size="0.5B", format="bf16", shapes=(8192,), updates=3, needs=6),
+    Case(kind="full", size="0.5B", format="bf16", optimizer="adamw_8bit", shapes=(8192,), updates=3, needs=6),
+    Case(kind="full", size="1.5B", format="bf16", shapes=(8192,), updates=3, needs=8),
+    Case(kind="full", size="1.5B", format="bf16", optimizer="adamw_8bit", shapes=(8192,), updates=3, needs=8),
     Case(kind="whole", size="7B", prompts=8, new=1024, needs=35),
     Case(kind="whole", size="7B", format="bf16", prompts=8, new=1024, needs=35),
     Case(kind="whole", size="32B", new=512, needs=25),
@@ -75,6 +85,8 @@ CASES = (
     Case(kind="capped", size="7B", format="bf16", cap_gb=14.0, needs=3),
     Case(kind="peers", size="7B", format="nf4", needs=12),
     Case(kind="peers", size="0.5B", format="nf4", needs=5),
+    Case(kind="peers", size="32B", format="bf16", needs=35),
+    Case(kind="peers", size="32B", format="nf4", needs=45),
     Case(kind="peers", size="7B", format="bf16", needs=10),
     Case(kind="peers", size="0.5B", format="bf16", needs=5),
 )
@@ -99,24 +111,43 @@ class Bench:
     def run(self, case: Case) -> None:
         left = self.end - time.perf_counter()
         if left < case.needs:
-            self.rows[case.name] = {"skipped": f"{left:.0f} s left, {case.needs:g} needed"}
-            print(f"{case.name}: skipped", flush=True)
+            self.keep(case.name, {"skipped": f"{left:.0f} s left, {case.needs:g} needed"})
             return
         began = time.perf_counter()
         cap(self.device, case.cap_gb)
         clear(self.device)
         try:
-            measure = {"passes": self._passes, "peers": self._peers}.get(case.kind, self._whole)
-            self.rows[case.name] = measure(case)
+            measure = {"passes": self._passes, "full": self._passes, "peers": self._peers}.get(case.kind, self._whole)
+            row = measure(case)
         except torch.OutOfMemoryError as error:
-            self.rows[case.name] = {"not runnable": str(error).split(". ")[0]}
-        except ImportError as error:
-            self.rows[case.name] = {"skipped": str(error)}
+            row = {"not runnable": str(error).split(". ")[0]}
+        except (ImportError, MissingDependencyError) as error:
+            row = {"skipped": str(error)}
         finally:
             clear(self.device)
             cap(self.device, None)
-        self.rows[case.name]["seconds_in_all"] = time.perf_counter() - began
-        print(f"{case.name}: {json.dumps(self.rows[case.name])}", flush=True)
+        self.keep(case.name, row | {"seconds_in_all": time.perf_counter() - began})
+
+    def keep(self, name: str, row: dict[str, Any]) -> None:
+        """A new row takes the place of an older one, unless it has nothing to say."""
+        print(f"{name}: {json.dumps(row)}", flush=True)
+        if "skipped" not in row or "skipped" in self.rows.get(name, row):
+            self.rows[name] = made_by() | row
+
+    def add(self, path: Path) -> None:
+        """The rows of an earlier output, each with what it was made by."""
+        content = json.loads(path.read_text())
+        environment = content.get("environment", {})
+        gpus, facts = environment.get("gpus"), content.get("facts", {})
+        known = {
+            "command": content.get("command"),
+            "commit": environment.get("commit", facts.get("commit")),
+            "torch": environment.get("versions", {}).get("torch", facts.get("torch")),
+            "device": gpus[0]["name"] if gpus else facts.get("device"),
+        }
+        for name, row in content["rows"].items():
+            if "skipped" not in row or "skipped" in self.rows.get(name, row):
+                self.rows[name] = known | row
 
     def _passes(self, case: Case) -> dict[str, Any]:
         spec = spec_of(case.size, tiny=self.tiny)
@@ -130,11 +161,13 @@ class Bench:
             row["memory"][budget] = compare(config, spec, timer)
         timed = [timer, *(self._again(run, config, answers) for _ in range(case.updates - 1))]
         each = case.shapes[-1] // (PROMPT + ANSWER)
-        counted = operations(spec, case.checkpointing, each, self.prompt, self.answer)
+        counted = operations(spec, case.checkpointing, each, self.prompt, self.answer, full=case.kind == "full")
         for stage in STAGES:
             share = 1 if stage == "optimizer" else each / len(answers)
             row[stage] = rated([timer.total[stage] * share for timer in timed], counted.get(stage))
-        return row
+        # Of all answers: as many passes as they fill, and the update.
+        steps = rated([sum(timer.total[stage] for stage in STAGES) for timer in timed], None)
+        return row | {"step": steps | {"answers": len(answers)}}
 
     def _again(self, run: Run, config: Any, answers: list[Completion]) -> StageTimer:
         return learned(config, run.model, run.optimizer, answers, StageTimer(self.device))
@@ -150,7 +183,7 @@ class Bench:
         run = Run(case, self.device, self.prompt, new=new, sampled=short, tiny=self.tiny)
         run.warm_up()
         packs = run.packs(MICRO_BATCH)
-        row: dict[str, Any] = {}
+        row: dict[str, Any] = {"repeats": 1}
         if case.cap_gb is None:
             row["part_of_a_rollout"] = run.part_of_a_rollout()
             row["learning"] = run.learning(packs)
@@ -179,6 +212,8 @@ class Bench:
             theirs = self.rows.get(name.replace("nvfp4", "bf16"), {})
             if " GB" in name or "nvfp4" not in name or not ("learning" in ours and "learning" in theirs):
                 continue
+            if ours["commit"] != theirs["commit"]:
+                continue
             step = theirs["seconds"]["step"]
             f = theirs["seconds"]["rollout"] / step
             s = theirs["part_of_a_rollout"]["whole"] / ours["part_of_a_rollout"]["whole"]
@@ -204,8 +239,8 @@ class Bench:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--only", default="passes,peers,whole,capped", help="kinds of cases, with commas")
-    parser.add_argument("--sizes", default="0.5B,7B,14B,32B", help="sizes, with commas")
+    parser.add_argument("--only", default="passes,peers,full,whole,capped", help="kinds of cases, with commas")
+    parser.add_argument("--sizes", default="0.5B,1.5B,7B,14B,32B", help="sizes, with commas")
     parser.add_argument("--formats", default="nvfp4,bf16,nf4", help="formats of the base, with commas")
     parser.add_argument("--most-new", nargs="*", default=[], metavar="SIZE=N", help="most tokens sampled of an answer")
     parser.add_argument(
@@ -214,24 +249,30 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=400.0)
     parser.add_argument("--tiny", action="store_true")
     arguments = parser.parse_args()
-    require_gpu(tiny=arguments.tiny)
+    kinds = [kind for kind in arguments.only.split(",") if kind]
+    require_gpu(tiny=arguments.tiny or not kinds)
     # With its number, as tensors name it: what is cached by device is then found again.
-    device = torch.device("cpu" if arguments.tiny else "cuda:0")
+    device = torch.device("cpu" if arguments.tiny or not kinds else "cuda:0")
     most_new = {size: int(most) for size, _, most in (pair.partition("=") for pair in arguments.most_new)}
     bench = Bench(device, arguments.seconds, tiny=arguments.tiny, most_new=most_new)
     for path in arguments.add:
-        bench.rows |= json.loads(path.read_text())["rows"]
-    known = facts(device) | {"tokens_of_an_answer": PROMPT + ANSWER, "answer_tokens_in_the_loss": ANSWER, "gb": GB}
-    print(json.dumps(known), flush=True)
+        bench.add(path)
+    known = {"rank": 32, "tokens_of_an_answer": PROMPT + ANSWER, "answer_tokens_in_the_loss": ANSWER, "gb": GB}
+
+    def write() -> None:
+        if arguments.out is not None:
+            more = {"speed_up_of_nvfp4_over_bf16": bench.speed_ups()}
+            write_result(arguments.out, facts=known, rows=bench.rows, **more)
+
+    if arguments.add:
+        write()
     for case in CASES:
         if case.kind == "whole":
             case = replace(case, new=min(case.new, most_new.get(case.size, case.new)))
-        chosen = (case.kind, arguments.only), (case.size, arguments.sizes), (case.format, arguments.formats)
-        if all(value in given.split(",") for value, given in chosen):
+        sizes, formats = arguments.sizes.split(","), arguments.formats.split(",")
+        if case.kind in kinds and case.size in sizes and case.format in formats:
             bench.run(case)
-        if arguments.out is not None:
-            content = {"facts": known, "rows": bench.rows, "speed_up_of_nvfp4_over_bf16": bench.speed_ups()}
-            arguments.out.write_text(json.dumps(content, indent=1) + "\n")
+            write()
     print(json.dumps(bench.speed_ups(), indent=1), flush=True)
 
 

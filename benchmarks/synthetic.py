@@ -67,12 +67,14 @@ def random_model(
     head: str = "bf16",
     dtype: torch.dtype = torch.bfloat16,
     device: torch.device | str = "cuda",
+    full: bool = False,
 ) -> Decoder:
     """A decoder with random weights, packed as ``format``, with a head in format ``head``, and adapters (B not zero) on all seven projections.
 
-    The weights of one layer are drawn and packed; the others are copies with memory of their own.
+    ``full``: without adapters, and every weight learns; both formats are bf16. The weights of one layer are drawn and packed; the others are copies with memory of their own.
     """
-    device = torch.device(device)
+    assert not full or format == head == "bf16"
+    device, rank = torch.device(device), 0 if full else rank
     generator = torch.Generator(device).manual_seed(0)
 
     def normal(*shape: int, std: float = 0.02) -> Tensor:
@@ -88,7 +90,7 @@ def random_model(
 
     def group(index: int, shape: GroupShape) -> GroupedLinear:
         weight = _copy(first[shape.attribute])
-        dense_OI = weight.tensors["weight"] if format == "bf16" else None
+        dense_OI = weight.tensors["weight"] if format == "bf16" and not full else None
         if dense_cache and keeps(weight, dtype):
             weight = keep(weight)
         elif dense_cache and format != "bf16" and not served(weight.device, dtype):
@@ -101,6 +103,7 @@ def random_model(
             bias_O=normal(shape.out_features) if shape.bias else None,
             lora=_adapters(index, shape, rank, device) if rank else None,
             dense_OI=dense_OI,
+            trained=full,
         )
 
     def norm(width: int) -> Tensor:
@@ -119,6 +122,7 @@ def random_model(
                 mlp_norm=norm(spec.hidden_size),
                 **parts,
                 train_norms=True,
+                train_head_norms=full,
             )
         )
     embed_tokens = normal(spec.vocab_size, spec.hidden_size)
@@ -127,7 +131,8 @@ def random_model(
         lm_head = embed_tokens if spec.tie_embeddings else normal(spec.vocab_size, spec.hidden_size)
     if head != "bf16" and lm_head is not None:
         lm_head = get_format(head).for_device(get_format(head).quantize(lm_head))
-    return Decoder(spec, embed_tokens=embed_tokens, layers=layers, final_norm=norm(spec.hidden_size), lm_head=lm_head)
+    final_norm = norm(spec.hidden_size)
+    return Decoder(spec, embed_tokens=embed_tokens, layers=layers, final_norm=final_norm, lm_head=lm_head, full=full)
 
 
 def _copy(weight: PackedWeight) -> PackedWeight:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import statistics
-import subprocess
 from collections.abc import Sequence
 from typing import Any
 
@@ -104,24 +103,26 @@ def learned(
     return timer
 
 
-def operations(spec: ModelSpec, checkpointing: str, sequences: int, prompt: int, answer: int) -> dict[str, float]:
-    """Floating-point operations of a micro-batch, by stage."""
+def operations(
+    spec: ModelSpec, checkpointing: str, sequences: int, prompt: int, answer: int, *, full: bool = False
+) -> dict[str, float]:
+    """Floating-point operations of a micro-batch, by stage; ``full``: with gradients of all weights."""
     every, answers = sequences * (prompt + answer), sequences * answer
     linears = spec.num_layers * sum(group.out_features * group.in_features for group in spec.groups())
     head = spec.vocab_size * spec.hidden_size
     # Scores and weighted sum, the causal half: 4 q L^2 / 2 a layer and sequence, once forward and twice backward.
     attention = 2 * spec.num_layers * spec.q_size * sequences * (prompt + answer) ** 2
-    again = 1 if checkpointing == "full" else 0
+    again, own = int(checkpointing == "full"), 2 * int(full)
     return {
         "logprobs": 2 * linears * every + 2 * head * answers + attention,
-        "backward": (4 + 2 * again) * linears * every + 4 * head * answers + (3 + again) * attention,
+        "backward": (4 + own + 2 * again) * linears * every + (4 + own) * head * answers + (3 + again) * attention,
     }
 
 
 def rated(seconds: Sequence[float], counted: float | None) -> dict[str, Any]:
     """Median and all of some times, with what they say of the matrix units."""
     middle = statistics.median(seconds)
-    row: dict[str, Any] = {"seconds": middle, "all": list(seconds)}
+    row: dict[str, Any] = {"seconds": middle, "repeats": len(seconds), "all": list(seconds)}
     if counted is not None:
         row |= {"tflops": counted / middle / 1e12, "share_of_790": counted / middle / PEAK_FLOPS}
     return row
@@ -162,12 +163,5 @@ def clear(device: torch.device) -> None:
 
 
 def facts(device: torch.device) -> dict[str, Any]:
-    """What figures were taken on."""
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
-    return {
-        "torch": torch.__version__,
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        "commit": commit or None,
-        "kernels": {op: dispatch.resolve(op, device) for op in dispatch.OPERATIONS},
-        "rank": 32,
-    }
+    """What figures were taken with."""
+    return {"kernels": {op: dispatch.resolve(op, device) for op in dispatch.OPERATIONS}, "rank": 32}

@@ -14,7 +14,6 @@ controls were reported. Exit status 1: another error was found, or a tool did no
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import shutil
@@ -29,8 +28,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from sanitize_cases import CUDA_PARTS, PARTS, Case, launches
-from sanitize_controls import CONTROLS, EXPLAINED, control
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+
+from sanitize_cases import CUDA_PARTS, PARTS, Case, launches  # noqa: E402
+from sanitize_controls import CONTROLS, EXPLAINED, control  # noqa: E402
+from stored import write_result  # noqa: E402
 
 TOOLS = ("memcheck", "racecheck", "synccheck")
 
@@ -114,13 +118,6 @@ def main() -> None:
         return
     if not torch.cuda.is_available() or shutil.which("compute-sanitizer") is None:
         raise SystemExit("error: needs a CUDA device and compute-sanitizer, which comes with the CUDA toolkit")
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
-    facts = {
-        "command": f"python scripts/sanitize.py --tools {arguments.tools}",
-        "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "commit": commit or None,
-    }
     began = time.monotonic()
     running = {
         tool: [start(tool, part, arguments.seconds) for part in parts_of(tool)] for tool in arguments.tools.split(",")
@@ -140,8 +137,7 @@ def main() -> None:
                 if status or "SUMMARY" not in output:
                     print(output[-2000:])
             if arguments.out:
-                content = facts | {"seconds": time.monotonic() - began, "tools": results}
-                arguments.out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+                write_result(arguments.out, seconds=time.monotonic() - began, tools=results)
     if any(
         not found["finished"] or found["errors"] > found["not_known"] or found["failed"] for found in results.values()
     ):

@@ -20,14 +20,34 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def test_the_step_benchmark_runs_every_kind_of_case_in_toy_shapes(tmp_path):
-    """Of 7B and 32B: in toy shapes all sizes are one, and every kind, format and cap is among theirs."""
-    command = [sys.executable, "-m", "qerl", "bench", "step", "--tiny", "--sizes", "7B,32B"]
-    command += ["--out", str(tmp_path / "step.json")]
+    """Of 7B, 32B and 1.5B: in toy shapes all sizes are one, and every kind, format and cap is among theirs."""
+    older = {
+        "0.5B nvfp4": {"commit": "abc", "backward": {}},
+        "7B nvfp4": {"backward": {}},
+        "14B nvfp4": {"skipped": "x"},
+    }
+    facts = {"torch": "2.0", "device": "H200", "commit": "def"}
+    (tmp_path / "older.json").write_text(json.dumps({"command": "earlier", "facts": facts, "rows": older}))
+    command = [sys.executable, "-m", "qerl", "bench", "step", "--tiny", "--sizes", "7B,32B,1.5B"]
+    command += ["--out", str(tmp_path / "step.json"), "--add", str(tmp_path / "older.json")]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     content = json.loads((tmp_path / "step.json").read_text())
     rows = content["rows"]
-    assert {"7B nvfp4", "7B bf16", "7B nf4", "32B nvfp4", "32B bf16"} <= rows.keys()
+    assert content["command"] == (
+        "python benchmarks/step.py --tiny --sizes 7B,32B,1.5B --out results/step.json --add results/older.json"
+    )
+    added = {"command": "earlier", "commit": "def", "torch": "2.0", "device": "H200"}
+    assert rows.pop("14B nvfp4") == added | {"skipped": "x"}
+    assert rows.pop("0.5B nvfp4") == added | {"commit": "abc", "backward": {}}
+    ours = {"command": content["command"], "commit": content["environment"]["commit"], "device": "cpu"}
+    assert all(ours.items() <= row.items() for row in rows.values()), "a measured row takes the place of an added one"
+    assert {"7B nvfp4", "7B bf16", "7B nf4", "32B nvfp4", "32B bf16", "1.5B bf16, all weights, adamw"} <= rows.keys()
+    for name in ("7B nvfp4", "1.5B bf16, all weights, adamw"):
+        passes = [rows[name][stage]["all"] for stage in ("logprobs", "backward", "optimizer")]
+        shares = rows[name]["step"]["answers"] / 4, rows[name]["step"]["answers"] / 4, 1
+        sums = [sum(s * t for s, t in zip(shares, times, strict=True)) for times in zip(*passes, strict=True)]
+        assert rows[name]["step"]["all"] == pytest.approx(sums)
     for name, row in rows.items():
         assert "not runnable" not in row, name
         if "skipped" not in row:
@@ -193,6 +213,26 @@ def test_the_rollout_benchmark_runs_in_toy_shapes(tmp_path):
     assert len(realistic) == 4
     assert realistic[0]["longest"] > 2 * realistic[0]["mean_length"]
     assert "an earlier run" in content["anchors"]["source"]
+
+
+def test_a_command_is_recorded_without_paths_of_the_machine():
+    spec = importlib.util.spec_from_file_location("stored", ROOT / "benchmarks" / "stored.py")
+    stored = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(stored)
+    given = [
+        f"{ROOT}/benchmarks/step.py",
+        "--out",
+        "/jobs/one/x.json",
+        "--model",
+        "/models/M",
+        "--add",
+        "/jobs/two/y.json",
+    ]
+    given += ["--sequences", "", "run.dir=/jobs/z", f"--config={ROOT}/configs/demo.yaml", "--out=/a/b.json", "a=b=c"]
+    assert stored.command(given) == (
+        "python benchmarks/step.py --out results/x.json --model M --add results/y.json "
+        "--sequences '' run.dir=z --config=configs/demo.yaml --out=results/b.json a=b=c"
+    )
 
 
 def test_the_rollout_benchmark_needs_no_file():

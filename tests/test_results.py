@@ -16,8 +16,16 @@ def option(command: list[str], name: str, default: str) -> str:
 
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.stem)
 def test_every_file_names_its_command(path):
-    words = shlex.split(json.loads(path.read_text())["command"])
+    content = json.loads(path.read_text())
+    words = shlex.split(content["command"])
     assert {"python", "qerl"} & set(words), words
+    assert not [word for word in words if Path(word.rpartition("=")[2]).is_absolute()], "a path of one machine"
+    if "driver" in content.get("environment", {}):
+        known = content["environment"]
+        assert len(known["commit"]) == 40 and not known["modified"]
+        assert {"qerl", "torch", "triton"} <= known["versions"].keys() and (known["driver"] is None) == (
+            not known["gpus"]
+        )
 
 
 @pytest.mark.parametrize("path", ROLLOUTS, ids=lambda path: path.stem)

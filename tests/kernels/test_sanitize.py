@@ -24,11 +24,12 @@ SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 
 
 def script(name: str):
+    before = list(sys.path)
     sys.path.insert(0, str(SCRIPTS))
     try:
         return importlib.import_module(name)
     finally:
-        sys.path.remove(str(SCRIPTS))
+        sys.path[:] = before
 
 
 CASES, CONTROLS, SANITIZE = (script(name) for name in ("sanitize_cases", "sanitize_controls", "sanitize"))
