@@ -54,7 +54,7 @@ def _on_device(key: Key, device: torch.device) -> Tensor:
     return torch.tensor(key, device=device)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride1", "stride2", "stride3"])
 def _normal_rows(key, c1, c2, c3, stride1, stride2, stride3, result, n, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK
@@ -73,7 +73,7 @@ def _normal_rows(key, c1, c2, c3, stride1, stride2, stride3, result, n, BLOCK: t
     tl.store(result + row * n + columns[None, :], z, mask=columns[None, :] < n)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _uniform_at(key, c0, c1, c2, c3, result, count, BLOCK: tl.constexpr):
     places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = places < count

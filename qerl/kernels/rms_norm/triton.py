@@ -28,6 +28,8 @@ _A_WARP = 256
 _SUMMING_WARPS = 4096
 # Most tiles of a program otherwise, and how many programs there must be for that.
 _TILES, _PROGRAMS = 8, 1024
+# Numbers that change from pass to pass, or from norm to norm, and that no access to memory is made wider by: kernels are compiled once for all of their values.
+_OF_THE_PASS = ["count", "c1", "c1_stride", "c2_stride"]
 # Draws are made once for all tokens that share one, and not in registers, where there are this many tokens a draw.
 _SHARED = 2
 
@@ -245,7 +247,8 @@ def _scale(
         return w + z
 
 
-@triton.jit
+# Alone in a program, a tile is in no loop.
+@triton.jit(do_not_specialize=_OF_THE_PASS, do_not_specialize_on_alignment=["tiles_a_program"])
 def _forward(
     x,
     residual,
@@ -310,7 +313,7 @@ def _forward(
         tl.store(inverse + tokens, r, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=[*_OF_THE_PASS, "tiles_a_program"])
 def _backward(
     grad,
     x,

@@ -216,7 +216,7 @@ def _uniforms(
     tl.store(uniform_ptr + row_L, uniform_L, mask=mask_L)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _advance(
     tokens_ptr,
     behavior_ptr,

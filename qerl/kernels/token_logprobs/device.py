@@ -20,7 +20,7 @@ def _scaled(logits, divisor, bias, row, columns, inside, width, temperature, UNI
     return tl.where(inside, value, -float("inf"))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["start", "count"])
 def absorb(
     logits,
     divisor,
@@ -86,7 +86,7 @@ def absorb(
                 tl.store(place, tl.load(place, mask=within, other=0.0) * shrink, mask=within)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def finish(sums, e, target_rows, logp, entropy, lse, slope, count, hidden_size, temperature, WIDTH: tl.constexpr):
     """One token: results from its sums, and the gradient of its log-prob to its hidden state if wanted."""
     row = tl.program_id(0).to(tl.int64)
@@ -107,7 +107,7 @@ def finish(sums, e, target_rows, logp, entropy, lse, slope, count, hidden_size, 
         tl.store(slope + place, result.to(slope.dtype.element_ty), mask=within)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["start"])
 def logits_gradient(
     logits,
     divisor,

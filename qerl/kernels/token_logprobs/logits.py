@@ -58,7 +58,7 @@ def fp8_logits(hidden_ND: Tensor, head: PackedWeight) -> Tensor:
     return logits_NV
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _fp8_logits(
     hidden, codes, divisor, logits, count, vocab, width, TOKENS: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr
 ):
