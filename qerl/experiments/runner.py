@@ -202,7 +202,9 @@ def check_orders(plan: Plan, orders: Orders) -> None:
 
 
 def _selected(plan: Plan, orders: Orders) -> list[Cell]:
-    return [cell for cell in plan.cells if not orders.only or cell.name in orders.only]
+    """The cells asked for: in the order in which they were named, or all in the matrix's."""
+    by_name = {cell.name: cell for cell in plan.cells}
+    return [by_name[name] for name in dict.fromkeys(orders.only or by_name)]
 
 
 def _is_due(plan: Plan, cell: Cell, orders: Orders) -> bool:

@@ -28,7 +28,10 @@ def matrix(
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Folder of the cells' run folders; default runs/NAME.")
     ] = None,
-    cell: Annotated[list[str] | None, typer.Option(metavar="NAME", help="Only this cell; may be repeated.")] = None,
+    cell: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Only this cell; may be repeated: they begin in this order."),
+    ] = None,
     max_minutes: Annotated[
         float | None, typer.Option(metavar="M", min=0, help="Stop at a step boundary so as to end within M minutes.")
     ] = None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 from matrix_builders import ARMS, write_matrix
@@ -158,6 +159,14 @@ def test_orders_that_name_no_cell_are_refused(done):
         run_matrix(plan.path, [], plan.out, Orders(one_process=True, only=("plain-lr0.001-s1",)), quiet)
     with pytest.raises(ConfigError, match="2 of 6 cells cannot run"):
         run_matrix(plan.path, [], plan.out, Orders(one_process=True, strict=True), quiet)
+
+
+def test_cells_begin_in_the_order_in_which_they_are_named(tmp_path):
+    path = write_matrix(tmp_path, set={"train.steps": 1})
+    said: list[str] = []
+    orders = replace(ALONE, only=("noisy-s0", "plain-s0", "noisy-s0"))
+    run_matrix(path, [], tmp_path / "out", orders, said.append)
+    assert [text.split(":")[0] for text in said] == ["noisy-s0", "plain-s0"]
 
 
 def test_data_that_is_not_there_makes_its_cells_invalid_and_no_others(tmp_path):
