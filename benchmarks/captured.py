@@ -63,12 +63,14 @@ def launches_apart(device: torch.device) -> Iterator[None]:
         yield
 
 
-def profile(workspace: Workspace, rows: int, context: int) -> dict[str, Any]:
-    """Microseconds of a captured step alone (median and deciles), the number of its kernels, and with launches that do not overlap (`apart`)
-    the whole, its kernels by class, and the slowest of them; nothing without captured steps."""
+def profile(workspace: Workspace, rows: int, context: int, *, bare: bool = False) -> dict[str, Any]:
+    """Microseconds of a captured step alone (median, second and eighth decile of 20); unless ``bare``, the number of its kernels, and with
+    launches that do not overlap (`apart`) the whole, its kernels by class, and the slowest of them. Nothing without captured steps."""
     if workspace.graphs is None:
         return {}
-    overlapping = device_times(step_of(workspace, rows, context))
+    overlapping = {"captured_us_deciles": [round(us, 1) for us in device_times(step_of(workspace, rows, context))]}
+    if bare:
+        return overlapping
     graphs = workspace.graphs
     workspace.graphs = type(graphs)(workspace.device)
     try:
@@ -77,7 +79,7 @@ def profile(workspace: Workspace, rows: int, context: int) -> dict[str, Any]:
     finally:
         workspace.graphs = graphs
     apart = device_times(step)
-    return {"captured_us_deciles": [round(us, 1) for us in overlapping], "apart": _kernels(step, apart[0])}
+    return overlapping | {"apart": _kernels(step, apart[0])}
 
 
 def _kernels(step: Callable[[], None], whole: float, replays: int = 4) -> dict[str, Any]:

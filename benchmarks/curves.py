@@ -1,10 +1,10 @@
 """Where a decode step leaves its floor: against sequences, tokens in the cache, and the rank of the adapters.
 
-    python benchmarks/curves.py --out results/rollout_curves.json [--size 7B] [--formats nvfp4,bf16] [--contexts 64x512,64x2048,64x8192,64x32768]
+    python benchmarks/curves.py --out results/rollout_curves.json [--size 7B] [--formats nvfp4,bf16] [--contexts 64x512,64x2048,64x8192,64x32000]
                                 [--ranks 16,32,64,128] [--rows 1,8,64,256]
 
 Random weights in the shapes of Qwen2.5. A cell is a captured step of ``rows x context`` and rank, timed by itself: lengths and pages are
-written into the engine's memory, and nothing is prefilled. The floor is that of `rollout`. ``--contexts`` are timed at rank 32,
+written into the engine's memory, and nothing is prefilled; its time is the median of 20, with the second and eighth decile. The floor is that of `rollout`. ``--contexts`` are timed at rank 32,
 ``--ranks`` at each of ``--rows`` with 112 tokens in the cache. ``--tiny`` runs it on the CPU with toy shapes, where steps are not captured.
 """
 
@@ -34,7 +34,9 @@ from qerl.records import SamplingSpec  # noqa: E402
 from qerl.rollout.engine import Engine  # noqa: E402
 
 SHORT, RANK = 112, 32
-SAMPLES = 7
+CONTEXTS, RANKS, ROWS = "64x512,64x2048,64x8192,64x32000", "16,32,64,128", "1,8,64,256"
+TINY = "3x20,3x70", "4,8", "1,3"
+"""The same, where shapes are toy ones."""
 
 
 @torch.no_grad()
@@ -50,7 +52,7 @@ def cell(model: Decoder, rows: int, context: int) -> dict[str, Any]:
         slab.normal_()
     workspace.begin(SamplingSpec(), None, True)
     step = step_of(workspace, rows, context)
-    us, low, high = device_times(step, samples=SAMPLES) if cuda else host_times(step, samples=SAMPLES)
+    us, low, high = device_times(step) if cuda else host_times(step)
     floor = floor_ms(model, rows, context)
     return {
         "rows": rows,
@@ -79,12 +81,17 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--size", default="7B")
     parser.add_argument("--formats", default="nvfp4")
-    parser.add_argument("--contexts", default="64x512,64x2048,64x8192,64x32000")
-    parser.add_argument("--ranks", default="16,32,64,128")
-    parser.add_argument("--rows", default="1,8,64,256", help="sequences at which ranks are timed")
+    parser.add_argument("--contexts", help=f"rows x tokens ({CONTEXTS})")
+    parser.add_argument("--ranks", help=RANKS)
+    parser.add_argument("--rows", help=f"sequences at which ranks are timed ({ROWS})")
     parser.add_argument("--tiny", action="store_true")
     arguments = parser.parse_args()
     require_gpu(tiny=arguments.tiny)
+    for name, usual in zip(
+        ("contexts", "ranks", "rows"), TINY if arguments.tiny else (CONTEXTS, RANKS, ROWS), strict=True
+    ):
+        if getattr(arguments, name) is None:
+            setattr(arguments, name, usual)
     cells: list[dict[str, Any]] = []
     for name in arguments.formats.split(","):
         spec, (format, _, head) = model_spec(arguments.size), name.partition("/")

@@ -1,6 +1,6 @@
 """How often greedy answers of the engine leave those of ``transformers`` generate, in the same compute type.
 
-    python benchmarks/divergence.py --out results/divergence.json [--model demo] [--data DATA] [--prompts 64] [--answer 128] [--dtype bfloat16]
+    python benchmarks/divergence.py --out results/divergence.json [--model demo] [--data DATA] [--prompts 64] [--answer 128] [--dtypes bfloat16,float32]
 
 Two implementations round differently, so in bfloat16 two nearly equal logits may change places; from there on the answers differ, whichever is
 "right". A divergence is the first token of an answer that differs; its rate is over the tokens up to it, and ``gap`` is how much

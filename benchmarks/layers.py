@@ -5,7 +5,7 @@
 
 A model of the given size with so many layers, random weights and LoRA rank 32 with trained norms scores a micro-batch and computes its
 gradients. Shape 8x256: eight answers of 256 tokens that share their prompt of 128; 4x1920: four answers that do not share it (a group
-shares where it is whole). Times are by the host's clock between synchronizations, medians of seven. A layer's is the difference between
+shares where it is whole). Times are by the host's clock between synchronizations, medians of twenty, with all of them. A layer's is the difference between
 all layers and two of them, a layer, so the LM head and the loss are no part of it; ``whole model`` adds as many as the size has. Kernels
 are those of one more pass, by what they do, for all layers with the head.
 """
@@ -33,7 +33,7 @@ from qerl.objective.batch import pack
 from qerl.records import TrainBatch
 from qerl.train.learn import policy_logprobs
 
-PROMPT, GROUP, FEW, REPEATS = 128, 8, 2, 7
+PROMPT, GROUP, FEW, REPEATS = 128, 8, 2, 20
 CLASSES = {
     "dequantize": ("dequantize", "_nf4", "_mxfp4"),
     "products": ("nvjet", "gemm", "cutlass", "xmma"),

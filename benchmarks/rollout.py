@@ -8,7 +8,8 @@ A line is printed for every cell of the table; ``--out`` keeps them in a file, w
 
 The protocol of the anchors: prompts of 16 tokens, 192 new tokens, no stop, sampled at temperature 1 with log-probs, adapters of
 rank 32 on all seven projections with B not zero. A step is timed as the engine runs it, looks of the host included: the time of the
-decode rounds of a call over their steps, median of several calls. A captured step alone is timed after the calls; kernel times come from
+decode rounds of a call over their steps, median of several calls (``ms_per_step``), and over all calls the median, second and eighth decile of single
+rounds, which are the steps between two looks (``rounds``: 23 a call of 192 tokens). A captured step alone is timed after the calls, 20 times (``captured_us_deciles``); unless ``--bare``, kernel times come from
 a profile of one whose launches do not overlap (`apart`), since kernels that overlap count their waiting. The floor of a step is the sum over linear layers, head, adapters and cache of the larger of bytes / 4.28 TB/s and
 operations / 790 TFLOP/s. ``--realistic``: 64 prompts x 8 answers, 256 tokens in, lengths from a long-tailed distribution up to 2048.
 ``--tiny`` runs all of it on the CPU with toy shapes, and without profile.
@@ -19,6 +20,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import gc
+import itertools
 import math
 import statistics
 import sys
@@ -35,7 +37,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 from captured import profile  # noqa: E402
 from stored import write_result  # noqa: E402
 from synthetic import StubTokenizer, model_spec, random_model  # noqa: E402
-from timing import require_gpu  # noqa: E402
+from timing import deciles, require_gpu  # noqa: E402
 
 from qerl.kernels import philox  # noqa: E402
 from qerl.model.aqn import NoiseState  # noqa: E402
@@ -96,6 +98,32 @@ def floor_ms(model: Decoder, sequences: int, context: float) -> float:
     return 1e3 * seconds
 
 
+class Looks:
+    """Takes down when the host looked, and how many tokens there were: what ``generate`` reports to."""
+
+    def __init__(self) -> None:
+        self._seen: list[tuple[float, int]] = []
+
+    def __call__(self, done: int, of: int, tokens: int) -> None:
+        self._seen.append((time.perf_counter(), tokens))
+
+    def rounds(self, sequences: int) -> list[float]:
+        """Milliseconds a step of each round between two looks in which all sequences advanced alike."""
+        found = []
+        for (before, fewer), (after, more) in itertools.pairwise(self._seen):
+            steps, rest = divmod(more - fewer, sequences)
+            if steps and not rest:
+                found.append(1e3 * (after - before) / steps)
+        return found
+
+
+def spread(times: list[float]) -> dict[str, float] | None:
+    """Median, second and eighth decile, ms, and of how many; None for fewer than two."""
+    if len(times) < 2:
+        return None
+    return dict(zip(("ms", "ms_p20", "ms_p80"), deciles(times), strict=True)) | {"count": len(times)}
+
+
 def steps(
     model: Decoder, noise: Any, sequences: int, *, calls: int, bare: bool, prompt: int, new: int, together: bool
 ) -> dict[str, Any]:
@@ -107,11 +135,13 @@ def steps(
     engine = Engine(model, tokenizer, max_num_seqs=sequences, expected_tokens=prompt + new, read_together=together)
     group = math.gcd(sequences, 8)
     prompts = make_prompts(sequences // group, prompt, model.spec.vocab_size)
-    times, whole, first = [], [], {}
+    times, whole, first, rounds = [], [], {}, []
     for call in range(calls + 1):
         sampling = SamplingSpec(max_new_tokens=new if call else 17, seed=call)
-        _, stats = engine.generate(prompts, sampling, group_size=group, noise=noise)
+        looks = Looks()
+        _, stats = engine.generate(prompts, sampling, group_size=group, noise=noise, on_progress=looks)
         if call:
+            rounds += looks.rounds(sequences)
             times.append(1e3 * stats["decode_seconds"] / stats["decode_steps"])
             whole.append([stats["seconds"], stats["prefill_seconds"]])
         else:
@@ -125,13 +155,19 @@ def steps(
         "together": together,
         "ms_per_step": ms,
         "ms_min_max": [min(times), max(times)],
+        "calls": calls,
+        "rounds": spread(rounds),
         "tokens_per_second": 1e3 * sequences / ms,
         "seconds_whole_and_prefill": whole,
         "floor_ms": floor,
         "of_floor": floor / ms,
         "peak_gb": torch.cuda.max_memory_allocated() / 1e9 if cuda else None,
         "first_call_graph_seconds": first["graph_seconds"],
-        **({} if bare or workspace is None else profile(workspace, sequences, prompt + new // 2)),
+        **(
+            {}
+            if workspace is None or (bare and together)
+            else profile(workspace, sequences, prompt + new // 2, bare=bare)
+        ),
     }
     engine.release()
     return result
@@ -232,7 +268,7 @@ def main() -> None:
     )
     parser.add_argument("--realistic", action="store_true")
     parser.add_argument("--dense", action="store_true", help="keep dequantized copies (quant.dense_cache=on)")
-    parser.add_argument("--bare", action="store_true", help="without a profile of the captured step")
+    parser.add_argument("--bare", action="store_true", help="without a profile of the kernels of the captured step")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--model", help="a real model's folder, instead of random weights")
     parser.add_argument("--data", default="gsm8k")

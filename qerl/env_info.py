@@ -29,6 +29,7 @@ PACKAGES = (
     "peft",
     "compressed-tensors",
     "torchao",
+    "bitsandbytes",
 )
 """Distributions whose versions are recorded; one that is not installed is null."""
 
