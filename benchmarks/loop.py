@@ -1,12 +1,18 @@
-"""Seconds by stage of whole steps of ``qerl train``, rewards, records, diagnostics and noise among them, on random weights.
+"""Seconds by stage of whole steps of ``qerl train``, rewards, records, diagnostics and noise among them: of a real model, or on random weights.
 
-    python benchmarks/loop.py [--out results/loop_05b_h200.json] [--steps 9] [--size 0.5B] [--tiny] [key=value ...]
+    python benchmarks/loop.py --model Qwen2.5-Coder-0.5B-Instruct [--data gsm8k] [--out results/loop_real_05b.json] [--steps 12] [key=value ...]
+    python benchmarks/loop.py [--out results/loop_05b_h200.json] [--steps 12] [--size 0.5B] [--tiny] [key=value ...]
 
-Trains ``configs/gsm8k_05b_nvfp4_aqn.yaml`` (32 prompts x 8 answers of at most 512 tokens, NVFP4, rank 32, AQN) on a folder that is made
+Trains ``configs/gsm8k_05b_nvfp4_aqn.yaml`` (32 prompts x 8 answers of at most 512 tokens, NVFP4, rank 32, AQN): half of the steps without noise, half with the
+largest. The first step of each half captures its graphs; what is called settled is the others, clean and noisy ones apart: median, least
+and most of seconds by stage, of tokens, and of how far the engine's log-probs are from the trainer's. ``memory`` is the run's ``memory.json``: bytes by owner and phase,
+predicted and measured.
+
+Without ``--model`` it trains on a folder that is made
 for it: a Qwen2.5 of the given size with random weights, a tokenizer of as many words, questions of about 90 words. So many tokens
 end an answer that the mean length is about 280; a reward that depends on the last letters makes some 40 % of the groups mixed, which is what
 Qwen2.5-Coder-0.5B had on GSM8K (answers of other groups have no gradient and are only scored). Nothing is learned; time and memory are
-those of a real run, save that random text is cheap to judge. The first step of each noise stage captures its graphs; medians are over the others.
+those of a real run, save that random text is cheap to judge.
 """
 
 from __future__ import annotations
@@ -26,21 +32,31 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
+from stored import write_result  # noqa: E402
 from synthetic import SHAPES  # noqa: E402
 from timing import require_gpu  # noqa: E402
-from training import TINY, facts  # noqa: E402
+from training import TINY  # noqa: E402
 
 from qerl.config.load import load_config  # noqa: E402
 from qerl.errors import RunStopped  # noqa: E402
 from qerl.metrics.run_dir import RunDir  # noqa: E402
 from qerl.train.run import train  # noqa: E402
+from qerl.train.stop import Deadline  # noqa: E402
 from qerl.train.timing import STAGES  # noqa: E402
 
 SETTINGS = (
-    "aqn.num_stages=3", "optim.warmup_ratio=0.0", "diagnostics.every=0", "eval.before=false", "eval.after=false", "eval.every=0",
+    "aqn.num_stages=2", "optim.warmup_ratio=0.0", "diagnostics.every=0", "eval.before=false", "eval.after=false", "eval.every=0",
     "data.eval=null", "train.save_every=0", "train.save_adapter_every=0", "log.progress=off", "log.completions=0",
-    "reward.functions=[format]", "reward.format_pattern='[a-f]a$'",
 )  # fmt: skip
+RANDOM = ("reward.functions=[format]", "reward.format_pattern='[a-f]a$'")
+"""Of random weights."""
+SMALL = ("rollout.max_prompt_tokens=96", "rollout.max_new_tokens=16", "rollout.prompts_per_step=2", "lora.rank=2")
+"""Of ``--tiny``."""
+SUMMED_UP = (
+    "time/step", *(f"time/{stage}" for stage in STAGES), "rollout/tokens_per_second", "tokens/prompt", "tokens/completion", "tokens/effective",
+    "sampling/sampling_logp_difference/mean", "mean_abs_prob_difference",
+)  # fmt: skip
+KEPT = (*SUMMED_UP, "step", "aqn/sigma", "canary/engine_difference", "canary/adapter_effect")
 STOPS = 400
 """Tokens that end an answer: one of about 380 of a vocabulary of 151,936."""
 LETTERS = str.maketrans("0123456789", "abcdefghij")
@@ -112,62 +128,76 @@ def write_questions(path: Path, count: int, words: int, vocabulary: int) -> None
 
 
 def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Medians of the steps that do not begin a stage of noise."""
-    sigmas = [row.get("aqn/sigma") for row in rows]
+    """Of the steps that do not begin a stage of noise, clean and noisy ones apart: median, least and most."""
+    sigmas = [row.get("aqn/sigma", 0.0) for row in rows]
     usual = [row for i, row in enumerate(rows) if i and sigmas[i] == sigmas[i - 1]]
-    names = [
-        "time/step",
-        *(f"time/{stage}" for stage in STAGES),
-        "rollout/tokens_per_second",
-        "tokens/prompt",
-        "tokens/completion",
-        "tokens/effective",
-    ]
-    found = {name: statistics.median(row[name] for row in usual) for name in names}
-    return {"steps": len(usual), "fastest": min(row["time/step"] for row in usual), **found}
+    found = {}
+    for kind, noisy in (("clean", False), ("noisy", True)):
+        steps = [row for row in usual if (row.get("aqn/sigma", 0.0) > 0) == noisy]
+        cells = {name: [row[name] for row in steps if name in row] for name in SUMMED_UP}
+        found[kind] = {
+            "steps": [int(row["step"]) for row in steps],
+            "sigma": sorted({row.get("aqn/sigma", 0.0) for row in steps}),
+            **{
+                name: {"median": statistics.median(values), "least": min(values), "most": max(values)}
+                for name, values in cells.items()
+                if values
+            },
+        }
+    return found
+
+
+def result(run: RunDir) -> dict[str, Any]:
+    """What a run says of itself."""
+    rows = [row for row in run.read_metrics() if row["step"] > 0]
+    planned = load_config(run.config_path, []).train
+    return {
+        "plan": {"token_budget": planned.token_budget, "checkpointing": planned.checkpointing},
+        "settled": summarize(rows),
+        "memory": json.loads(run.memory_path.read_text()) if run.memory_path.exists() else None,
+        "steps": [
+            {key: value for key, value in row.items() if key in KEPT or key.startswith("memory/")} for row in rows
+        ],
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--steps", type=int, default=9)
-    parser.add_argument("--size", default="0.5B", choices=sorted(SHAPES))
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--model", help="a folder or a NAME under $QERL_MODELS, instead of random weights")
+    parser.add_argument("--data", help="data set of --model, where it is not the configuration's")
+    parser.add_argument("--size", default="0.5B", choices=sorted(SHAPES), help="of random weights")
+    parser.add_argument("--seconds", type=float, help="no step is begun that would end later, by the longest so far")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("settings", nargs="*", metavar="key=value")
     arguments = parser.parse_args()
     require_gpu(tiny=arguments.tiny)
-    device = torch.device("cpu" if arguments.tiny else "cuda")
-    config = model_config(arguments.size, tiny=arguments.tiny)
-    small = (
-        ("rollout.max_prompt_tokens=64", "rollout.max_new_tokens=16", "rollout.prompts_per_step=2", "lora.rank=2")
-        if arguments.tiny
-        else ()
-    )
+    settings = [*SETTINGS, *(() if arguments.model else RANDOM), *(SMALL if arguments.tiny else ())]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        (folder / "model").mkdir()
-        write_model(folder / "model", config, device)
-        write_questions(folder / "questions.jsonl", 400, 8 if arguments.tiny else 90, config["vocab_size"])
-        own = [f"model.path={folder / 'model'}", f"data.train={folder / 'questions.jsonl'}", f"run.dir={folder}"]
-        settings = [*SETTINGS, *small, f"train.steps={arguments.steps}", *own, *arguments.settings]
-        made = load_config(ROOT / "configs" / "gsm8k_05b_nvfp4_aqn.yaml", settings)
+        if arguments.model:
+            own = [f"model.path={arguments.model}", *([f"data.train={arguments.data}"] if arguments.data else [])]
+        else:
+            own = made_folder(folder, arguments.size, tiny=arguments.tiny)
+        asked = [*settings, f"train.steps={arguments.steps}", *own, f"run.dir={folder}", *arguments.settings]
+        made = load_config(ROOT / "configs" / "gsm8k_05b_nvfp4_aqn.yaml", asked)
         # An interrupt ends the run after its step; what there is by then is shown.
         with contextlib.suppress(RunStopped):
-            train(made)
-        run = RunDir.open(folder / made.run.name)
-        rows = [row for row in run.read_metrics() if row["step"] > 0]
-        planned = load_config(run.config_path, []).train
-        result = {
-            "facts": facts(torch.device("cpu" if arguments.tiny else "cuda:0")),
-            "settings": [*SETTINGS, *small, *arguments.settings],
-            "plan": {"token_budget": planned.token_budget, "checkpointing": planned.checkpointing},
-            "medians": summarize(rows),
-            "memory": json.loads((run.path / "memory.json").read_text()),
-            "rows": [{k: v for k, v in row.items() if k.startswith(("time/", "tokens/", "aqn/sigma"))} for row in rows],
-        }
+            train(made, deadline=Deadline(arguments.seconds))
+        found = result(RunDir.open(folder / made.run.name))
     if arguments.out is not None:
-        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps({key: result[key] for key in ("plan", "medians")}, indent=1))
+        write_result(arguments.out, settings=settings, **found)
+    print(json.dumps({key: found[key] for key in ("plan", "settled")}, indent=1))
+
+
+def made_folder(folder: Path, size: str, *, tiny: bool) -> list[str]:
+    """Makes a model and questions; gives the settings that name them."""
+    config = model_config(size, tiny=tiny)
+    (folder / "model").mkdir()
+    write_model(folder / "model", config, torch.device("cpu" if tiny else "cuda"))
+    write_questions(folder / "questions.jsonl", 400, 8 if tiny else 90, config["vocab_size"])
+    return [f"model.path={folder / 'model'}", f"data.train={folder / 'questions.jsonl'}"]
 
 
 if __name__ == "__main__":
