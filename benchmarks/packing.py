@@ -17,7 +17,7 @@ from timing import captured, device_times
 from qerl.formats import PackedWeight, dequantize, get_format
 from qerl.kernels.fp4_linear import dense
 from qerl.kernels.fp4_linear.unpack import unpack
-from qerl.kernels.quantize import quantize
+from qerl.kernels.quantize import mxfp4, quantize
 from qerl.kernels.quantize import triton as quantize_triton
 
 if TYPE_CHECKING:
@@ -63,6 +63,8 @@ def quantization(shares: Shares, dense_OI: torch.Tensor) -> None:
             times = captured(lambda w=way, r=known: quantize_triton.rounded(dense_OI, rows, reach_1=r, way=w), calls=4)
             given = "" if known is None else ", largest magnitude given"
             shares.add(f"quantize nvfp4, {label}{given}", times, packed, passes=2 if known is None else 1)
+    times = captured(lambda: mxfp4.rounded(dense_OI, rows), calls=4)
+    shares.add("quantize mxfp4, triton", times, mxfp4.rounded(dense_OI, rows)[0], passes=1)
     eager: list[tuple[str, str, int | None]] = [("nvfp4", "triton", 2)]
     eager += [(name, "reference", None) for name in FORMATS]
     for name, kernel, passes in eager:

@@ -245,7 +245,7 @@ def layer_cases(device: str) -> Iterator[Case]:
     from qerl.kernels import philox
     from qerl.kernels.activation import silu_mul
     from qerl.kernels.fp4_linear.unpack import unpack
-    from qerl.kernels.quantize import quantize
+    from qerl.kernels.quantize import mxfp4, quantize
     from qerl.kernels.rms_norm import KeyedNoise, add_rms_norm
     from qerl.kernels.rope import rope
 
@@ -293,6 +293,12 @@ def layer_cases(device: str) -> Iterator[Case]:
             lambda i=inputs: quantize(given.normal(33, i), "nvfp4"),
             _both("quantize.triton", "_largest", "_quantize"),
         )
+    for inputs in (224, 200):
+        yield Case(
+            f"quantize mxfp4, {inputs} inputs",
+            lambda i=inputs: mxfp4.rounded(given.normal(33, i), (33,)),
+            ("quantize.mxfp4._quantize_mxfp4",),
+        )
     yield Case("unpack mxfp4", lambda: unpacked("mxfp4", 104), ("fp4_linear.unpack._mxfp4",))
     yield Case("unpack nf4", lambda: unpacked("nf4", 100), ("fp4_linear.unpack._nf4",))
 
@@ -317,7 +323,9 @@ def head_cases(device: str) -> Iterator[Case]:
     )
     few = {"fp8": ("token_logprobs.logits._fp8_logits",), "nvfp4": ("decode",)}
     for name in few if device == "cuda" else ():
-        head = get_format(name).for_device(get_format(name).quantize(given.normal(501, 96)))
+        head = get_format(name).quantize(given.normal(501, 96))
+        if name == "nvfp4":
+            head = get_format(name).for_device(head)
         yield Case(f"{name} head", lambda h=head: [head_logits(given.normal(n, 96), h) for n in (3, 40)], few[name])
         yield Case(f"token_logprobs of a {name} head", lambda h=head: log_probs(h), forward)
 

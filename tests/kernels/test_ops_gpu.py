@@ -9,7 +9,7 @@ from qerl.kernels import philox
 from qerl.kernels.activation import silu_mul
 from qerl.kernels.attention import KeySpans, packed_attention
 from qerl.kernels.cached_attention import CacheRows, cached_attention
-from qerl.kernels.quantize import quantize
+from qerl.kernels.quantize import mxfp4, quantize
 from qerl.kernels.quantize import triton as quantize_triton
 from qerl.kernels.rms_norm import add_rms_norm, noise_values, rms_norm
 from qerl.kernels.rope import HeadNorms, rope
@@ -157,6 +157,16 @@ def test_the_activation(tokens, width):
         # silu(gate) may be rounded to the neighbor, which the second rounding can double.
         assert ulps(found, expected) <= 2
         assert (found == expected).float().mean() > 0.99
+
+
+@pytest.mark.parametrize("make", [*CASES.values(), lambda: 1e-38 * random(16, 40), lambda: random(1000, 3584)])
+def test_mxfp4_in_one_pass_has_the_bytes_of_the_format(make):
+    for weight in (make().to(DEVICE), make().to(DEVICE, torch.bfloat16)):
+        expected = quantize(weight, "mxfp4", kernel="reference")
+        found, bad = mxfp4.rounded(weight, expected.segments)
+        assert not bad
+        for name, tensor in expected.tensors.items():
+            assert torch.equal(found.tensors[name], tensor), name
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(28, 4, 128), (14, 2, 64), (3, 1, 80)])

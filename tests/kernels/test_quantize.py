@@ -11,7 +11,7 @@ from triton.runtime import interpreter
 
 from qerl.errors import FormatError
 from qerl.formats import get_format
-from qerl.kernels.quantize import quantize
+from qerl.kernels.quantize import mxfp4, quantize, reference
 from qerl.kernels.quantize import triton as kernel
 
 pytestmark = pytest.mark.interpret
@@ -112,6 +112,55 @@ def test_quotients_by_fused_multiply_adds_have_the_bytes_of_the_format(way):
         weight = make()[:16, :256].contiguous()
         if weight.dtype != torch.float64 and weight.abs().max() > 1e-30:
             assert_bytes_of(way, weight)
+
+
+def assert_bytes_of_mxfp4(weight: torch.Tensor, *, fused: bool, segments: tuple[int, ...] | None = None) -> None:
+    expected = get_format("mxfp4").quantize(weight, segments=segments, name="w")
+    found, bad = mxfp4.rounded(weight, expected.segments, fused=fused)
+    assert (found.shape, found.segments, float(bad)) == (expected.shape, expected.segments, 0.0)
+    assert found.tensors.keys() == expected.tensors.keys()
+    for name, tensor in expected.tensors.items():
+        assert found.tensors[name].dtype == tensor.dtype
+        assert torch.equal(found.tensors[name], tensor), name
+
+
+@pytest.mark.usefixtures("device_arithmetic")
+@pytest.mark.parametrize("fused", [False, True])
+def test_mxfp4_in_one_pass_has_the_bytes_of_the_format(fused):
+    """Hard tensors, ragged rows, all binades with the largest and the smallest, and zeros of both signs."""
+    generator = torch.Generator().manual_seed(5)
+    for make in CASES.values():
+        weight = make()
+        if weight.dtype != torch.float64:
+            assert_bytes_of_mxfp4(weight, fused=fused)
+    for shape in ((1, 1), (3, 32), (5, 40), (7, 200)):
+        weight = torch.randn(*shape, generator=generator)
+        assert_bytes_of_mxfp4(weight, fused=fused)
+        assert_bytes_of_mxfp4(weight.half(), fused=fused)
+    binades = (
+        torch.randn(70, 64, generator=generator).clamp(-1.9, 1.9) * torch.logspace(-149, 127, 70, base=2.0)[:, None]
+    )
+    binades[3], binades[4], binades[5, ::2], binades[6, 5] = 0.0, -0.0, -0.0, -1e-45
+    binades[68], binades[69, :3] = 1.75 * 2.0**127, torch.tensor([3.4e38, -1.75 * 2.0**127, -1e-45])
+    assert_bytes_of_mxfp4(binades, fused=fused, segments=(8, 60, 2))
+    edges = torch.tensor([1.75, 1.75 - 2.0**-23, 1.5, 3.5, -7.0, 6.999999, 0.5, -5.0, 2.5])[:, None] * torch.tensor(
+        [1.0, 0.1, -0.25, 1 / 3]
+    )
+    assert_bytes_of_mxfp4(torch.cat((edges, edges.bfloat16().float())), fused=fused)
+
+
+@pytest.mark.parametrize(
+    ("values", "said"), [((torch.inf,), "infinity"), ((-torch.inf, torch.nan), "NaN"), ((torch.nan, torch.inf), "NaN")]
+)
+def test_mxfp4_is_made_by_its_kernel_where_that_is_in_use_and_names_what_is_not_finite(values, said, monkeypatch):
+    monkeypatch.setattr(kernel, "IN_USE", ("nvfp4", "mxfp4"))
+    monkeypatch.setattr(reference, "quantize", None)
+    weight = torch.ones(40, 64)
+    assert kernel.quantize(weight, "mxfp4", "rtn", "ct", (30, 10), "w").segments == (30, 10)
+    for place, value in enumerate(values):
+        weight[place * 30, 5] = value
+    with pytest.raises(FormatError, match=f"'w' holds a value that is not finite.*{said}"):
+        kernel.quantize(weight, "mxfp4", "rtn", "ct", None, "w")
 
 
 EDGES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)

@@ -21,9 +21,13 @@ from torch import Tensor
 from qerl.formats import PackedWeight
 from qerl.formats.base import check_finite, check_weight
 from qerl.formats.nvfp4 import BLOCK
-from qerl.kernels.quantize import reference
+from qerl.kernels.quantize import mxfp4, reference
+from qerl.kernels.quantize.words import words
 from qerl.kernels.sizes import ceil_div, power_of_2
 
+IN_USE = ("nvfp4",)
+"""Formats whose kernel is used; the rest is done by the reference. That of `mxfp4` has the format's bytes in the interpreter and has not run on a
+device: its name is all that turns it on."""
 _PROGRAM_ELEMENTS = 16384
 
 
@@ -50,10 +54,11 @@ def quantize(
     weight_OI: Tensor, format_name: str, method: str, rounding: str, segments: Sequence[int] | None, name: str
 ) -> PackedWeight:
     """See `qerl.kernels.quantize.quantize`."""
-    if (format_name, method, rounding) != ("nvfp4", "rtn", "ct") or weight_OI.dtype == torch.float64:
+    if format_name not in IN_USE or (method, rounding) != ("rtn", "ct") or weight_OI.dtype == torch.float64:
         return reference.quantize(weight_OI, format_name, method, rounding, segments, name)
-    packed, reach = rounded(weight_OI, check_weight(weight_OI, segments, name))
-    # Asked last: the answer waits for the device, which has both passes to do by then.
+    rows = check_weight(weight_OI, segments, name)
+    packed, reach = mxfp4.rounded(weight_OI, rows) if format_name == "mxfp4" else rounded(weight_OI, rows)
+    # Asked last: the answer waits for the device, which has all passes to do by then.
     check_finite(reach, name)
     return packed
 
@@ -157,26 +162,6 @@ def _quotient(w, step, FUSED: tl.constexpr, CORRECTIONS: tl.constexpr):
 
 
 @triton.jit
-def _words(w, quotient, FUSED: tl.constexpr):
-    """Eight codes of 4 bits in a word, the first lowest, [N] of [N, 8]: those nearest to each quotient, ties to the even code,
-    magnitudes above 6 saturated; the sign is set where w < 0. FUSED: the corrections of a quotient turn -0 into 0 and keep the sign
-    of everything else, so its sign bit says the same."""
-    magnitude = tl.minimum(tl.abs(quotient), 6.0)
-    # Codes are the least of three roundings: to halves, to whole numbers above 2, to even ones above 4, each in the last bits of a sum with 2^23,
-    # whose own bits are taken off a whole word. (Floating point has room for it where integers are what binds.)
-    halves = tl.fma(magnitude, 2.0, 8388608.0).to(tl.int32, bitcast=True)
-    whole = (magnitude + 8388610.0).to(tl.int32, bitcast=True)
-    even = tl.fma(magnitude, 0.5, 8388612.0).to(tl.int32, bitcast=True)
-    code = tl.minimum(tl.minimum(halves, whole), even).to(tl.uint32, bitcast=True)
-    shift = (tl.arange(0, 8) * 4)[None, :]
-    if FUSED:
-        sign = (quotient.to(tl.uint32, bitcast=True) >> (28 - shift)) & (tl.full((1, 8), 8, tl.uint32) << shift)
-    else:
-        sign = tl.where(w < 0.0, tl.full((1, 8), 8, tl.uint32) << shift, 0)
-    return tl.sum((code << shift) + sign, axis=1) - 0xFB000000
-
-
-@triton.jit
 def _quantize(
     weight,
     reach,
@@ -227,13 +212,13 @@ def _quantize(
         else:
             byte, value = _e4m3(tl.minimum(g * tl.div_rn(highest, 6.0), 448.0))
             step = tl.div_rn(value, g)
-        first_word = _words(low, _quotient(low, step, True, CORRECTIONS), True)
-        second_word = _words(high, _quotient(high, step, True, CORRECTIONS), True)
+        first_word = words(low, _quotient(low, step, True, CORRECTIONS), True)
+        second_word = words(high, _quotient(high, step, True, CORRECTIONS), True)
     else:
         byte, value = _e4m3(tl.minimum(g * tl.div_rn(highest, 6.0), 448.0))
         step = tl.div_rn(value, g)
-        first_word = _words(low, _quotient(low, step, False, 2), False)
-        second_word = _words(high, _quotient(high, step, False, 2), False)
+        first_word = words(low, _quotient(low, step, False, 2), False)
+        second_word = words(high, _quotient(high, step, False, 2), False)
     tl.store(packed + block * 2, first_word, mask=inside)
     tl.store(packed + block * 2 + 1, second_word, mask=inside)
     tl.store(scales + block, byte.to(tl.uint8), mask=inside)

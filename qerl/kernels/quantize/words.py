@@ -1,0 +1,30 @@
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+"""E2M1 codes of quotients, eight in a word: what the kernels that quantize share.
+
+Legend: N blocks of a program.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def words(w, quotient, FUSED: tl.constexpr):
+    """Eight codes of 4 bits in a word, the first lowest, [N] of [N, 8]: those nearest to each quotient, ties to the even code,
+    magnitudes above 6 saturated; the sign is set where w < 0. FUSED: the corrections of a quotient turn -0 into 0 and keep the sign
+    of everything else, so its sign bit says the same."""
+    magnitude = tl.minimum(tl.abs(quotient), 6.0)
+    # Codes are the least of three roundings: to halves, to whole numbers above 2, to even ones above 4, each in the last bits of a sum with 2^23,
+    # whose own bits are taken off a whole word. (Floating point has room for it where integers are what binds.)
+    halves = tl.fma(magnitude, 2.0, 8388608.0).to(tl.int32, bitcast=True)
+    whole = (magnitude + 8388610.0).to(tl.int32, bitcast=True)
+    even = tl.fma(magnitude, 0.5, 8388612.0).to(tl.int32, bitcast=True)
+    code = tl.minimum(tl.minimum(halves, whole), even).to(tl.uint32, bitcast=True)
+    shift = (tl.arange(0, 8) * 4)[None, :]
+    if FUSED:
+        sign = (quotient.to(tl.uint32, bitcast=True) >> (28 - shift)) & (tl.full((1, 8), 8, tl.uint32) << shift)
+    else:
+        sign = tl.where(w < 0.0, tl.full((1, 8), 8, tl.uint32) << shift, 0)
+    return tl.sum((code << shift) + sign, axis=1) - 0xFB000000
