@@ -52,6 +52,7 @@ def test_the_lock_of_another_thread_of_work_is_kept_while_old_files_are_cleared(
 
 
 WAITS_AFTER_A_LAYER = """
+import time
 from qerl.__main__ import main
 from qerl.quantize import partial
 save = partial.save_tensors

@@ -31,12 +31,16 @@ def test_calls_are_spread_over_workers(tmp_path):
 
 
 def test_a_process_that_was_started_ahead_takes_the_first_call(tmp_path):
-    (tmp_path / "pid.py").write_text("import os, time\n\ntime.sleep(0.3)\n\ndef f():\n    return os.getpid()\n")
+    go_on = tmp_path / "go_on"
+    (tmp_path / "pid.py").write_text(
+        f"import os, time\n\nwhile not os.path.exists({str(go_on)!r}):\n    time.sleep(0.01)\n\ndef f():\n    return os.getpid()\n"
+    )
     pool = WorkerPool(f"{tmp_path}/pid.py:f")
     pool.warm_up()
     pool.warm_up()
     (ahead,) = pool._live
     assert not ahead.connection.poll(0), "not waited for"
+    go_on.touch()
     assert pool.call([{}], timeout=5.0)[0].value == ahead.process.pid
     pool.close()
     (tmp_path / "broken.py").write_text("raise RuntimeError('not today')\n")

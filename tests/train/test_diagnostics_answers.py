@@ -44,9 +44,9 @@ def test_a_text_without_equations_gives_its_numbers():
 
 @pytest.mark.parametrize("unit", ["1", "1,", "1+", "1 ", "1 x ", "(", "-1", "1.1.", "\\frac{1}", "="])
 def test_degenerate_texts_cost_little(unit):
-    start = time.perf_counter()
+    start = time.process_time()
     solution_path(unit * 8000)
-    assert time.perf_counter() - start < 1.0
+    assert time.process_time() - start < 1.0
 
 
 def answer(text, outcome, *, parsed=None, length=3, reward=None):
