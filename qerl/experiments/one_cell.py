@@ -20,7 +20,7 @@ from qerl.metrics.run_lock import RunLock, is_held
 from qerl.train.run import train
 from qerl.train.stop import Deadline, StopRequest
 
-FAILURES = (QerlError, RuntimeError, ArithmeticError, AssertionError)
+FAILURES = (QerlError, RuntimeError, MemoryError, ArithmeticError, AssertionError)
 """What ends a cell and not the matrix: refused settings, numbers that are not finite, memory that ran out, broken invariants."""
 COLLAPSES = (TrainingError, ArithmeticError)
 """Of these, what says something of the arm: its training could not go on. The others say something of the machine or of the program."""

@@ -109,7 +109,9 @@ def _run_here(plan: Plan, orders: Orders, deadline: Deadline, say: Say, portable
 
 def _run_pool(plan: Plan, orders: Orders, deadline: Deadline, say: Say, portable: Portable) -> Plan:
     """Every cell in a process of its own, as many at one time as ``jobs`` says."""
-    pool = Pool(plan, orders.jobs, visible_devices() if orders.jobs > 1 else ())
+    devices = visible_devices()
+    # One cell at a time may take any GPU; where only one is visible its name tells it from another command's.
+    pool = Pool(plan, orders.jobs, devices if orders.jobs > 1 or len(devices) == 1 else ())
     tried: set[str] = set()
     """Cells that were begun, and groups whose temperature was asked for."""
     over, look = False, True

@@ -10,16 +10,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from matrix_builders import ARMS, write_matrix
 
-from qerl.config.load import load_config
-from qerl.errors import OutputError, RunFolderError, RunStopped
+from qerl.config.load import dump_config, load_config
+from qerl.errors import CheckpointError, OutputError, RunFolderError, RunStopped, TrainingError
 from qerl.experiments import final, one_cell, pool, portable, runner
 from qerl.experiments.manifest import AT_WORK, Manifest
 from qerl.experiments.plan import open_plan, record_plan
 from qerl.experiments.process import Ending
 from qerl.experiments.runner import Orders, run_matrix
 from qerl.metrics.run_dir import RunDir
+from qerl.train.portable import expand_portable
 from qerl.train.run import train
 from qerl.train.stop import Deadline
 
@@ -205,6 +207,46 @@ def test_cells_of_two_commands_that_begin_together_mark_each_other(tmp_path):
         assert all(plan.manifest.cell(name)["shared_device"] for name in ("plain-s0", "noisy-s0"))
 
 
+class Asked:
+    """In place of a child process: one that was asked to end before it began."""
+
+    running = False
+
+    def __init__(self, plan, arguments, seconds, device, name):
+        pass
+
+    def ending(self):
+        return Ending(code=143, last_words="")
+
+
+@pytest.mark.parametrize(("visible", "shared"), [(("1",), None), ((), True), (("0", "1"), True)])
+def test_one_cell_at_a_time_on_a_gpu_of_its_own_keeps_its_times(tmp_path, monkeypatch, visible, shared):
+    """Two commands, a GPU each: where a command sees one GPU alone, its name tells that no cell of the other one is on it."""
+    monkeypatch.setattr(pool, "Child", Asked)
+    monkeypatch.setattr(runner, "visible_devices", lambda: visible)
+    plan = run_matrix(write_matrix(tmp_path), [], tmp_path / "out", Orders(only=("plain-s0",), portable=False), quiet)
+    plan.manifest.note("noisy-s0", device="0")
+    with one_cell.lock(plan, plan.cells[1]):
+        one_cell._mark_sharing(plan, plan.cells[0])
+    assert plan.manifest.cell("plain-s0").get("shared_device") == shared
+
+
+@pytest.mark.parametrize(
+    ("error", "collapse"),
+    [(torch.OutOfMemoryError("2 GB"), None), (MemoryError("4 GB"), None), (TrainingError("not finite"), True)],
+)
+def test_what_ends_a_cell_leaves_the_others_and_only_its_training_is_a_collapse(tmp_path, monkeypatch, error, collapse):
+    def fails(config, **keywords):
+        raise error
+
+    monkeypatch.setattr(one_cell, "train", fails)
+    plan = run_matrix(write_matrix(tmp_path), [], tmp_path / "out", ALONE, quiet)
+    assert states(plan) == {"plain-s0": "failed", "noisy-s0": "failed"}
+    entry = plan.manifest.cell("noisy-s0")
+    assert entry["error"] == f"{type(error).__name__}: {error}" and entry.get("collapse") == collapse
+    assert plan.run(plan.cells[0]).read_json("cell.json")["collapse"] == bool(collapse)
+
+
 def test_two_commands_keep_one_portable_folder(tmp_path):
     """Each writes the cells that are its own, and what is there and has not changed stays."""
     path = write_matrix(tmp_path, set={"train.steps": 1})
@@ -248,23 +290,23 @@ def test_what_a_cell_at_work_has_saved_is_carried_and_goes_on_elsewhere(tmp_path
 
 def test_a_failed_cell_whose_newest_checkpoint_is_damaged_keeps_what_was_carried_before(tmp_path):
     """And where nothing was carried it is carried without one, so that it is shown."""
-    path = write_matrix(tmp_path, arms=[ARMS[1]], set={"train.steps": 3, "train.save_every": 1})
+    path = write_matrix(tmp_path, arms=[ARMS[0]])
     plan = open_plan(path, [], tmp_path / "out")
     record_plan(plan)
     (cell,) = plan.cells
-    train(cell.config, stop_after=2)
+    train(cell.config, stop_after=1)
+    damaged = plan.run(cell).checkpoint(2)
     with portable.Portable(plan, wanted=True) as kept:
         kept._write_at_work(cell)
-        (plan.run(cell).checkpoint(2) / "optimizer.pt").write_bytes(b"half of it")
+        shutil.copytree(plan.run(cell).checkpoint(1), damaged)
+        (damaged / "optimizer.pt").write_bytes(b"half of it")
         plan.manifest.set_state(cell.name, "failed", error="the disk was pulled out")
     carried = kept.folder / cell.name / "checkpoints"
-    assert [entry.name for entry in carried.iterdir()] == ["checkpoint-2"]
-    shutil.copytree(kept.folder, tmp_path / "there")
-    done = run_matrix(path, [], tmp_path / "there", replace(ALONE, retry=True), quiet)
-    assert states(done) == {cell.name: "finished"}
-    assert done.run(cell).read_json("cell.json")["portable_resumes"] == [2]
+    assert [entry.name for entry in carried.iterdir()] == ["checkpoint-1"]
+    expand_portable(carried / "checkpoint-1")
     shutil.rmtree(kept.folder / cell.name)
-    run_matrix(path, [], tmp_path / "out", ALONE, quiet)
+    with portable.Portable(plan, wanted=True):
+        pass
     assert not carried.exists() and (kept.folder / cell.name / "metrics.jsonl").exists()
 
 
@@ -284,41 +326,48 @@ def test_a_manifest_that_cannot_be_written_is_a_message(tmp_path, monkeypatch, f
         Manifest(tmp_path).note("plain-s0", device="0")
 
 
+def begun(plan, cell):
+    """Its run folder as if it had made a step, without one."""
+    run = RunDir.create(plan.run(cell).path)
+    run.write_text(run.config_path, dump_config(cell.config))
+    run.append_metrics(1, {})
+    run.write_text(run.checkpoint(1) / "adapter", "")
+    return run
+
+
 def test_folders_that_a_killed_command_was_replacing_come_back(tmp_path):
     """A checkpoint, the portable form of a cell, and a cell of a copy that was taken at that moment."""
     path = write_matrix(tmp_path, arms=[ARMS[0]])
     plan = open_plan(path, [], tmp_path / "out")
     record_plan(plan)
     (cell,) = plan.cells
-    train(cell.config, stop_after=2)
     plan.manifest.set_state(cell.name, "stopped")
-    run, kept = plan.run(cell), plan.out / portable.PORTABLE
-    kept.mkdir()
-    for folder in (run.checkpoint(2), run.path):
+    run, kept = begun(plan, cell), plan.out / portable.PORTABLE / cell.name
+    shutil.copytree(run.path, kept)
+    for folder in (run.checkpoint(1), run.path, kept):
         folder.rename(folder.with_name(f".{folder.name}.old"))
-    shutil.copytree(run.path.with_name(f".{cell.name}.old"), kept / f".{cell.name}.old")
-    done = run_matrix(path, [], plan.out, Orders(one_process=True, max_minutes=0.01), quiet)
-    assert states(done) == {cell.name: "stopped"} and run.latest_checkpoint() == run.checkpoint(2)
-    assert not list(plan.out.rglob("*.old"))
-    assert states(run_matrix(path, [], plan.out, ALONE, quiet)) == {cell.name: "finished"}
-    assert [row["step"] for row in run.read_metrics()] == [0, 1, 2, 3], "from its checkpoint, not anew"
+    run_matrix(path, [], plan.out, Orders(one_process=True, max_minutes=0.01, portable=False), quiet)
+    assert plan.run(cell).latest_checkpoint() == run.checkpoint(1)
+    with pytest.raises(CheckpointError), portable.Portable(plan, wanted=True):
+        pass
+    assert (kept / "checkpoints" / "checkpoint-1" / "adapter").exists() and not list(plan.out.rglob("*.old"))
 
 
 @pytest.mark.parametrize("manifest", ["older", "newer", "none"])
-def test_a_cell_whose_folder_and_manifest_are_of_different_moments_goes_on(tmp_path, manifest):
+def test_a_cell_whose_folder_and_manifest_are_of_different_moments_goes_on(tmp_path, monkeypatch, manifest):
     """A copy that was taken while the matrix ran: the cell had not begun, or had ended, when the manifest was copied."""
     path = write_matrix(tmp_path, arms=[ARMS[0]])
     plan = open_plan(path, [], tmp_path / "out")
     (cell,) = plan.cells
-    train(cell.config, stop_after=2)
+    begun(plan, cell)
     if manifest != "none":
         record_plan(plan)
     if manifest == "newer":
         plan.manifest.set_state(cell.name, "finished")
-    done = run_matrix(path, [], plan.out, ALONE, quiet)
-    assert states(done) == {cell.name: "finished"} and one_cell.has_all_steps(plan.run(cell))
-    resumed = [row["step"] for row in plan.run(cell).read_metrics()]
-    assert resumed == [0, 1, 2, 3] and "before" in plan.run(cell).read_json("summary.json")["evaluations"]
+    resumed = []
+    monkeypatch.setattr(one_cell, "train", lambda config, *, resume, **keywords: resumed.append(resume))
+    run_matrix(path, [], plan.out, replace(ALONE, portable=False), quiet)
+    assert resumed == [True]
 
 
 def test_a_process_that_works_on_one_cell_checks_that_one_and_the_arm_it_matches(tmp_path):
