@@ -57,8 +57,9 @@ SHOWN = (
     "perturbation/q/relative",
     "perturbation/q_k/dependence",
     "paths/distinct_correct",
-    "canary/adapter_effect",
-    "canary/engine_difference",
+    "canary/own/adapters_effect",
+    "canary/own/adapters_share",
+    "canary/own/engine_difference",
     "time/diagnostics",
     "time/step",
 )

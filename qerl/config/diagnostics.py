@@ -15,7 +15,7 @@ class DiagnosticsConfig(Section):
     every: NonNegative = 10
     """Steps between measurements (entropy and information on the probe set, mismatch by cause, output perturbations), the first step included; 0 makes none."""
     canary: bool = True
-    """After the first step, every tenth and the last, answer one probe prompt with the engine and score it with the trainer: both must agree, and (not after the last) adapters that are not zero must change log-probs in both. After every step, engine and trainer must agree on its own answers; where the learning pass does not see their noise, on the probe prompt. The run stops on a fault."""
+    """At every update, before it is made: engine and trainer must agree on the step's own answers, adapters and noise must move the log-probs of one of them in the trainer, and the engine's must make that move. After the first step, every tenth and the last one probe prompt is answered and scored too, with and (not after the last) without adapters, to the bit. The run stops on a fault."""
     probe: str | None = None
     """A probe set of another run (its `probe.json`), so that entropies of several arms are taken at the same contexts; none makes one from the base model's own answers to the first held-out (else training) prompts."""
     probe_prompts: Positive = 8

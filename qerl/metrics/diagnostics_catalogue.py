@@ -132,9 +132,33 @@ _PERTURBATION = section(
 _CANARY = section(
     "Adapter canary",
     (
+        "canary/own/engine_difference",
+        "nats",
+        (
+            "Mean |log-prob in the engine - in the trainer| of one of the step's own answers (at most 8 tokens in float32, 128 in bfloat16), under the "
+            "policy and the noise that sampled it; above 1e-3 (bfloat16: 0.2) stops the run before the update."
+        ),
+    ),
+    (
+        "canary/own/{cause}_effect",
+        "nats",
+        (
+            "Mean |change of log-probs| of that answer in the trainer when one thing is left out: the adapters, or the noise, where there is "
+            "such. 0 with adapters or noise that must show stops the run."
+        ),
+    ),
+    (
+        "canary/own/{cause}_share",
+        "fraction",
+        (
+            "Part of that change which the engine's log-probs make, where it is well above rounding: 1 in a sound run, 0 where the engine ignores the "
+            "adapters or reads another noise key; below 0.5, on all answers too, stops the run."
+        ),
+    ),
+    (
         "canary/adapter_size",
         "1",
-        "Largest |alpha / rank * B| of all adapters after the updates of the step; 0 for fresh ones.",
+        "Largest |alpha / rank * B| of all adapters after the updates of the step; 0 for fresh ones. After the first step, every tenth and the last.",
     ),
     (
         "canary/adapter_effect",

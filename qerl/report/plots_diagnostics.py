@@ -92,10 +92,15 @@ def causes_panel(run: RunData) -> Panel | None:
 
 def canary_panel(run: RunData) -> Panel | None:
     pairs = [
-        ("effect of the adapters", "green", *run.series("canary/adapter_effect")),
-        ("engine against trainer", "blue", *run.series("canary/engine_difference")),
+        (name, color, *run.series(key))
+        for name, color, key in (
+            ("effect of the adapters", "green", "canary/own/adapters_effect"),
+            ("effect of the noise", "amber", "canary/own/noise_effect"),
+            ("engine against trainer", "blue", "canary/own/engine_difference"),
+        )
     ]
-    if not pairs[0][2]:
+    pairs = [pair for pair in pairs if pair[2]]
+    if not pairs:
         return None
     figure = new_figure(yaxis=log_axis("|Δ log p|, nats", [value for *_, values in pairs for value in values]))
     for name, color, steps, values in pairs:
@@ -108,8 +113,8 @@ def canary_panel(run: RunData) -> Panel | None:
             hovertemplate="%{y:.2e}",
         )
     caption = (
-        "One short answer after the first step, every tenth and the last. Its log-probs must move away from the base model's, and engine and trainer must "
-        "agree on it; a fault of either stops the run."
+        "One of each step's own answers. Its log-probs must move away from the base model's and from those without noise, in the trainer and in the engine, "
+        "and both must agree on it; a fault stops the run before the update."
     )
     return Panel(id="canary", section="health", title="Adapter canary", caption=caption, figure=figure)
 

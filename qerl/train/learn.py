@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -46,6 +47,18 @@ class MicroBatch:
     """Log-probs of the reference; None without a KL term."""
     teaches: bool
     """Whether it has a gradient; what has none is scored for the metrics alone."""
+
+
+class Beside(Protocol):
+    """Small passes over the policy that sampled, told to the device while it has the first micro-batch's gradient to make."""
+
+    def launch(self) -> None:
+        """Tell the device; wait for nothing."""
+        ...
+
+    def read(self) -> None:
+        """Take in what it found, before the first update; may raise."""
+        ...
 
 
 def policy_logprobs(
@@ -90,6 +103,7 @@ def learn(
     completed: int,
     timer: StageTimer,
     report: Report | None = None,
+    beside: Beside | None = None,
 ) -> LearnStats:
     """All optimizer updates of one rollout.
 
@@ -97,14 +111,15 @@ def learn(
         samples: samples by group, from ``objective.batch.make_samples``.
         noise: the rollout's noise (None when it had none).
         completed: updates made before this rollout.
-        timer: receives the stages ``logprobs``, ``backward`` and ``optimizer``.
+        timer: receives the stages ``logprobs``, ``backward``, ``optimizer`` and ``diagnostics``, the last for reading ``beside``.
         report: told of an update that cannot be made, before ``optim.nonfinite`` decides what becomes of the run.
+        beside: passes that are made and read before the first update.
 
     Returns:
         Sums from which the step's metrics are made.
 
     Raises:
-        TrainingError: a gradient is not finite, and ``optim.nonfinite`` is ``stop``.
+        TrainingError: a gradient is not finite, and ``optim.nonfinite`` is ``stop``; or what ``beside`` raises.
     """
     replayed = noise if config.objective.noise == "replayed" else None
     updates = config.optim.updates_per_rollout
@@ -125,9 +140,21 @@ def learn(
         counts = divisors(part, samples, updates, config.rollout.max_new_tokens)
         with timer.stage("backward"):
             losses = [
-                _backward(config, model, micro, counts, replayed, stats, on_policy=not stats.grad_norms)
-                for micro in micro_batches
+                _backward(
+                    config,
+                    model,
+                    micro,
+                    counts,
+                    replayed,
+                    stats,
+                    on_policy=not stats.grad_norms,
+                    beside=beside if index == place == 0 else None,
+                )
+                for place, micro in enumerate(micro_batches)
             ]
+        if beside is not None and index == 0:
+            with timer.stage("diagnostics"):
+                beside.read()
         lr = learning_rate(completed + index, config.planned_updates, config.optim)
         with timer.stage("optimizer"):
             if not any(sample.in_loss for sample in part):
@@ -201,8 +228,9 @@ def _backward(
     stats: LearnStats,
     *,
     on_policy: bool,
+    beside: Beside | None,
 ) -> Tensor:
-    """Adds the gradient of one micro-batch, if it has one; returns its loss, detached."""
+    """Adds the gradient of one micro-batch, if it has one, and launches ``beside`` behind it; returns its loss, detached."""
     settings, batch = SurrogateSettings.from_config(config.objective), micro.batch
     train = config.train
     with torch.set_grad_enabled(micro.teaches):
@@ -228,5 +256,8 @@ def _backward(
         )
     if micro.teaches:
         result.loss.backward()
+    if beside is not None:
+        # Before the host waits: the statistics ask the device how many tokens are in the loss.
+        beside.launch()
     stats.add_micro_batch(batch, logprobs_N.detach(), entropy_N.detach(), result, micro.importance, on_policy=on_policy)
     return result.loss.detach()

@@ -138,6 +138,7 @@ class Trainer:
                 completed=state.updates,
                 timer=timer,
                 report=self.report_nonfinite,
+                beside=self.diagnostics.own_answer,
             )
             with timer.stage("save"):
                 records.result()

@@ -34,6 +34,7 @@ SETTINGS = (
     "diagnostics.every=1",
     "diagnostics.probe_prompts=3",
 )
+CANARY = {"canary/adapter_size", "canary/engine_difference"}
 MEASURED = ("probe/", "mismatch/", "answers/information", "perturbation/", "canary/")
 
 
@@ -79,11 +80,23 @@ def test_measurements_resume_to_the_bit(start, measured):
 def test_every_kind_of_measurement_is_there_once_there_is_noise(measured):
     first, *noisy = measured.read_metrics()
     for prefix in MEASURED:
-        # In between, the step's own answers tell what the canary would.
-        rows = [first, noisy[-1]] if prefix == "canary/" else noisy
-        assert all(any(key.startswith(prefix) for key in row) for row in rows), prefix
+        assert all(any(key.startswith(prefix) for key in row) for row in noisy), prefix
     assert first["aqn/sigma"] == 0.0
     assert not [key for key in first if key.startswith(("perturbation/", "mismatch/noise", "answers/information"))]
+
+
+def test_every_policy_that_samples_is_seen_to_have_its_adapters_and_its_noise(measured):
+    """Policies of updates 0 to 2 by the answers they give in steps 1 to 3, that of the last update by a prompt; and of the first."""
+    first, *noisy = measured.read_metrics()
+    assert all(row["canary/own/engine_difference"] < 1e-5 for row in (first, *noisy))
+    assert not [key for key in first if key.endswith(("_effect", "_share")) and key.startswith("canary/own/")]
+    loud, faint = noisy
+    for row, cause in ((loud, "adapters"), (loud, "noise"), (faint, "adapters")):
+        assert row[f"canary/own/{cause}_effect"] > 1e-4
+        assert row[f"canary/own/{cause}_share"] == pytest.approx(1.0, abs=0.01)
+    # Noise of a sigma of .0005 is below what rounding leaves to conclude from.
+    assert 0.0 < faint["canary/own/noise_effect"] < 1e-5 and "canary/own/noise_share" not in faint
+    assert [row.keys() >= CANARY for row in (first, *noisy)] == [True, False, True]
 
 
 def test_without_noise_there_is_no_information_and_with_it_there_is(measured):
@@ -158,3 +171,18 @@ def test_a_dead_canary_stops_the_run_by_name(start, monkeypatch):
     monkeypatch.setattr(Engine, "generate", without_adapters)
     with pytest.raises(TrainingError, match="canary: the engine ignores the adapters"):
         start("dead", "diagnostics.every=0")
+
+
+def test_an_engine_that_turns_deaf_at_any_update_is_named_before_the_next(start, monkeypatch):
+    """Step 3 of 20, after which no prompt is answered, where adapters move log-probs by less than engine and trainer may differ."""
+    real, rollouts = Engine.generate, set()
+
+    def deaf(self, prompts, sampling, **kwargs):
+        rollouts.add(sampling.rollout)
+        hears = not (sampling.stream == "sample" and sampling.rollout == 2)
+        return real(self, prompts, sampling, **{**kwargs, "adapters": hears and kwargs.get("adapters", True)})
+
+    monkeypatch.setattr(Engine, "generate", deaf)
+    with pytest.raises(TrainingError, match="canary: the engine ignores the adapters"):
+        start("deaf", "diagnostics.every=0", "train.steps=20", "aqn.enabled=false", "optim.lr=1e-4")
+    assert max(rollouts) == 2

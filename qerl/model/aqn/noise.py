@@ -69,6 +69,7 @@ class Noise:
         self.spreads = dict(spreads)
         self._spread_tensors: dict[Place, Tensor] = {}
         self._words: dict[torch.device, tuple[Tensor, Tensor]] = {}
+        self._names: dict[tuple[int, torch.device], Tensor] = {}
         self.widths = {place: weight_D.numel() for place, weight_D in weights.items()}
         self.values: dict[Place, Tensor] = {}
         """Place -> z, float32 [D], in scope ``rollout``; empty in the others."""
@@ -134,6 +135,13 @@ class Noise:
                 spread if isinstance(spread, Tensor) else torch.tensor([spread], dtype=torch.float32, device=device)
             )
         return self._spread_tensors[place]
+
+    def name_words(self, width: int, device: torch.device) -> Tensor:
+        """The parts of the second counter word that say which place it is, of the places of a width, int64 [P]; made once."""
+        if (width, device) not in self._names:
+            words = [_name_word(place) for place in self.places() if self.widths[place] == width]
+            self._names[width, device] = torch.tensor(words, device=device)
+        return self._names[width, device]
 
     def only(self, place: Place) -> Noise:
         """The same noise at one place alone."""
@@ -230,7 +238,7 @@ class NoisePass:
         noise, samples = self.noise, len(counter.c2_R)
         for width in dict.fromkeys(noise.widths[place] for place in noise.places()):
             where = [place for place in noise.places() if noise.widths[place] == width]
-            names_P = torch.tensor([_name_word(place) for place in where], device=counter.c2_R.device)
+            names_P = noise.name_words(width, counter.c2_R.device)
             unit = philox.normal_rows_of(
                 counter.key_2,
                 width,

@@ -1,9 +1,10 @@
-"""The adapter canary: after each step's updates, do trainer and engine both use the adapters, and agree?
+"""The adapter canary: do trainer and engine both use the adapters, and agree?
 
 An engine that ignores the adapter, or reads an old one, samples from the base model while the trainer improves a policy
-that nobody plays: rewards stay flat and every loss looks sound. One short answer tells, after the first step, every ``AGAIN_EVERY`` steps
-and the last. In between the learning pass tells for nothing: it scores the answers of each step under the policy that the engine says
-it sampled from. Where it does not see their noise, there is a short answer after every step.
+that nobody plays: rewards stay flat and every loss looks sound. At every update the step's own answers tell: the learning pass scores
+them under the policy that the engine says it sampled from, and ``own_answer`` says whether adapters and noise move them. After the first
+step, every ``AGAIN_EVERY`` steps and the last, one prompt is answered here, with and without adapters, to the bit: it sees changes that
+are smaller than rounding, and the policy that the last update leaves behind.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """The diagnostics of a run, called twice a step: before the updates, where the parameters are those that sampled, and
-after them. ``qerl.metrics.catalogue`` states what each metric means.
+after them. What is left for the learning pass to begin is ``own_answer``. ``qerl.metrics.catalogue`` states what each metric means.
 
 Shape legend: N answer tokens, S answers, M noise draws.
 """
@@ -21,6 +21,7 @@ from qerl.train.diagnostics.answers import answer_metrics
 from qerl.train.diagnostics.canary import AGAIN_EVERY, check_agreement, check_canary, read_canary
 from qerl.train.diagnostics.entropy import distribution_entropies, information_bounds, noise_entropies
 from qerl.train.diagnostics.mismatch import kept_mass, mismatch
+from qerl.train.diagnostics.own_answer import OwnAnswer
 from qerl.train.diagnostics.passes import answer_hidden, answer_logprobs, logit_chunks, pack_answers, sum_by_answer
 from qerl.train.diagnostics.perturbation import DRAWS, perturbation_metrics
 from qerl.train.diagnostics.probe import cut, open_probe
@@ -48,17 +49,23 @@ class Diagnostics:
         run: keeps the probe set.
         session: model and engine.
         prompts: where the probe set's prompts are taken from; not empty.
+
+    Attributes:
+        own_answer: the canary on the step's own answer, from ``before_updates`` on; None where it is switched off.
     """
 
     def __init__(self, config: Config, run: RunDir, session: Session, prompts: Sequence[Prompt]):
         self.config, self.run, self.session, self.prompts = config, run, session, prompts
         self._probe: list[TrainBatch] | None = None
         self._watched: _Watched | None = None
+        self.own_answer: OwnAnswer | None = None
 
     @torch.no_grad()
     def before_updates(self, rollout: Rollout, groups: Sequence[Group], policy: ActivePolicy) -> dict[str, float]:
         """What the answers look like and, when due, entropies, information, mismatch and output perturbations."""
         metrics = answer_metrics(groups)
+        if self.config.diagnostics.canary:
+            self.own_answer = OwnAnswer(self.config, self.session.model, rollout, policy.noise)
         every = self.config.diagnostics.every
         self._watched = None
         if every == 0 or rollout.index % every:
@@ -72,7 +79,8 @@ class Diagnostics:
 
     @torch.no_grad()
     def after_updates(self, step: int, difference: float | None) -> dict[str, float]:
-        """Staleness of the answers just learned from, when due, and the canary.
+        """Staleness of the answers just learned from, when due, and the canary: what the step's own answer has told, and when due
+        the answer to a prompt under the policy that the step leaves behind.
 
         Args:
             step: completed steps, this one included.
@@ -88,6 +96,9 @@ class Diagnostics:
             metrics |= mismatch("staleness", watched.before_N, self._logprobs(watched.batches, watched.noise))
         if not self.config.diagnostics.canary:
             return metrics
+        if self.own_answer is not None:
+            metrics |= self.own_answer.metrics
+            self.own_answer = None
         dtype, kv_format = self.session.model.dtype, self.config.rollout.kv_format
         if difference is not None and not math.isfinite(difference):
             # What is to become of such numbers is for ``optim.nonfinite`` to say.
@@ -95,7 +106,7 @@ class Diagnostics:
         if difference is not None:
             check_agreement(difference, dtype, kv_format)
         again = step == 1 or step % AGAIN_EVERY == 0
-        if again or difference is None or step == self.config.train.steps:
+        if again or step == self.config.train.steps:
             readings = read_canary(
                 self.session.model,
                 self.session.engine,

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from qerl.kernels.token_logprobs import token_logprobs
 from qerl.model.aqn import Noise
+from qerl.model.attention import PackedSequences
 from qerl.model.decoder import Decoder
 from qerl.objective.batch import Sample, pack
 from qerl.records import Completion, TrainBatch
@@ -26,16 +27,30 @@ def pack_answers(completions: Sequence[Completion], token_budget: int, device: t
     return list(pack(samples, token_budget, device))
 
 
-def answer_hidden(model: Decoder, batch: TrainBatch, noise: Noise | None, *, adapters: bool = True) -> Tensor:
-    """Hidden states [N, D] that predict the answer tokens of a batch."""
-    return model(batch.tokens_T, batch.context(), noise=noise, adapters=adapters)[batch.predictor_N]
+def answer_hidden(
+    model: Decoder,
+    batch: TrainBatch,
+    noise: Noise | None,
+    *,
+    adapters: bool = True,
+    context: PackedSequences | None = None,
+) -> Tensor:
+    """Hidden states [N, D] that predict the answer tokens of a batch; ``context`` is the batch's, where it has been made already."""
+    context = batch.context() if context is None else context
+    return model(batch.tokens_T, context, noise=noise, adapters=adapters)[batch.predictor_N]
 
 
 def answer_logprobs(
-    model: Decoder, batch: TrainBatch, temperature: float, noise: Noise | None, *, adapters: bool = True
+    model: Decoder,
+    batch: TrainBatch,
+    temperature: float,
+    noise: Noise | None,
+    *,
+    adapters: bool = True,
+    context: PackedSequences | None = None,
 ) -> Tensor:
-    """Log-prob of every answer token under softmax(logits / temperature), float32 [N]."""
-    hidden_ND = answer_hidden(model, batch, noise, adapters=adapters)
+    """Log-prob of every answer token under softmax(logits / temperature), float32 [N]; ``context`` as above."""
+    hidden_ND = answer_hidden(model, batch, noise, adapters=adapters, context=context)
     return token_logprobs(hidden_ND, model.head_weight, batch.targets_N, temperature=temperature)[0]
 
 
