@@ -1,17 +1,22 @@
 """How often greedy answers of the engine leave those of ``transformers`` generate, in the same compute type.
 
-    python benchmarks/divergence.py --out results/divergence.json [--model demo] [--data DATA] [--prompts 64] [--answer 128] [--dtypes bfloat16,float32]
+    python benchmarks/divergence.py --out results/divergence.json [--model demo] [--data DATA] [--prompts 64] [--answer 64]
+        [--formats bf16,nvfp4] [--dtypes bfloat16,float32]
 
 Two implementations round differently, so in bfloat16 two nearly equal logits may change places; from there on the answers differ, whichever is
-"right". A divergence is the first token of an answer that differs; its rate is over the tokens up to it, and ``gap`` is how much
-more probable the engine found its own token than the other's (mean and largest over the divergences), from a whole pass of the engine's model. In float32
-there should be none. ``transformers`` gets all prompts in one batch, padded on the left; weights are plain (``quant.format=bf16``), without adapters.
+"right". A divergence is the first token of an answer that differs. Its rate is over the tokens up to it, each of which may be one, with Wilson's
+95 % interval; the share of answers has one too. ``gap`` is how much more probable the engine's model finds the engine's own token than the other's
+(mean and largest over the divergences), from one whole pass. In float32 there should be none, which is looked at on the CPU unless asked for elsewhere.
+
+``transformers`` gets all prompts in one batch, padded on the left, and of a quantized format the dequantized weights, rounded to the compute
+type: in bfloat16 that is one rounding of each weight that the engine's products do not make, and part of the rate. No adapters. The file is written after every row.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +28,9 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 from stored import write_result  # noqa: E402
 
 from qerl.config.load import load_config  # noqa: E402
-from qerl.config.schema import Config, QuantConfig  # noqa: E402
+from qerl.config.schema import QuantConfig  # noqa: E402
+from qerl.eval.intervals import wilson  # noqa: E402
+from qerl.formats import dequantize  # noqa: E402
 from qerl.model.attention import PackedSequences  # noqa: E402
 from qerl.model.checkpoint import load_model, resolve_model_path  # noqa: E402
 from qerl.model.decoder import Decoder  # noqa: E402
@@ -33,15 +40,20 @@ from qerl.rollout.engine import Engine  # noqa: E402
 from qerl.train.prompts import load_prompts  # noqa: E402
 
 
-def peers_answers(
-    folder: Path, prompts: list[Prompt], tokenizer: Tokenizer, answer: int, model: Decoder
-) -> list[list[int]]:
-    """Greedy answers of ``transformers``, each up to its end."""
-    from transformers import AutoModelForCausalLM
+def give_weights(model: Decoder, peer: torch.nn.Module) -> None:
+    """Give ``transformers``' model the linear layers of ours, dequantized."""
+    for index, layer in enumerate(model.layers):
+        for shape in model.spec.groups():
+            linear = getattr(layer, shape.attribute)
+            parts = dequantize(linear.weight, torch.float32).split(linear.sizes)
+            for name, values in zip(shape.part_names(index), parts, strict=True):
+                peer.get_parameter(f"model.{name}.weight").data.copy_(values)
 
-    peer = AutoModelForCausalLM.from_pretrained(folder, dtype=model.dtype).to(model.device).eval()
+
+def peers_answers(peer: Any, prompts: list[Prompt], tokenizer: Tokenizer, answer: int) -> list[list[int]]:
+    """Greedy answers of ``transformers``, each up to its end."""
     longest = max(len(prompt.token_ids) for prompt in prompts)
-    ids = torch.zeros(len(prompts), longest, dtype=torch.int64, device=model.device)
+    ids = torch.zeros(len(prompts), longest, dtype=torch.int64, device=peer.device)
     mask = torch.zeros_like(ids)
     for row, prompt in enumerate(prompts):
         ids[row, longest - len(prompt.token_ids) :] = torch.tensor(prompt.token_ids)
@@ -57,27 +69,24 @@ def peers_answers(
     return [row[: next((i + 1 for i, token in enumerate(row) if token in ends), len(row))] for row in found]
 
 
-def gap(model: Decoder, prompt: Prompt, before: list[int], own: int, other: int) -> float:
-    """p(own) - p(other) after the prompt and the tokens that both chose."""
-    ids = [*prompt.token_ids, *before]
-    hidden = model(
-        torch.tensor(ids, device=model.device), PackedSequences(torch.tensor([0, len(ids)], device=model.device))
-    )
-    probabilities = torch.softmax(model.logits(hidden[-1:])[0].double(), -1)
-    return float(probabilities[own] - probabilities[other])
+def gaps(model: Decoder, splits: list[tuple[list[int], int, int]]) -> list[float]:
+    """p(own) - p(other) after the tokens that both had, for each (tokens, own, other)."""
+    if not splits:
+        return []
+    ends = torch.tensor([0, *(len(tokens) for tokens, _, _ in splits)], device=model.device).cumsum(0)
+    flat = torch.tensor([token for tokens, _, _ in splits for token in tokens], device=model.device)
+    hidden = model(flat, PackedSequences(ends))[ends[1:] - 1]
+    probabilities = torch.softmax(model.logits(hidden).double(), -1)
+    return [float(row[own] - row[other]) for row, (_, own, other) in zip(probabilities, splits, strict=True)]
 
 
 @torch.no_grad()
-def compare(folder: Path, config: Config, answer: int, count: int, dtype: torch.dtype, device: str) -> dict[str, Any]:
-    """The row of the table."""
-    tokenizer = load_tokenizer(folder)
-    prompts, _, _ = load_prompts(config, tokenizer, config.data.train, "train", count)
-    prompts = list(prompts)
-    model = load_model(folder, quant=QuantConfig(format="bf16"), lora=None, dtype=dtype, device=device)
+def compare(model: Decoder, peer: Any, tokenizer: Tokenizer, prompts: list[Prompt], answer: int) -> dict[str, Any]:
+    """What a row says of two models with the same weights."""
     completions, _ = Engine(model, tokenizer).generate(prompts, SamplingSpec(temperature=0.0, max_new_tokens=answer))
-    peers = peers_answers(folder, prompts, tokenizer, answer, model)
-    tokens, gaps = 0, []
-    for prompt, completion, other in zip(prompts, completions, peers, strict=True):
+    others = peers_answers(peer, prompts, tokenizer, answer)
+    tokens, splits = 0, []
+    for prompt, completion, other in zip(prompts, completions, others, strict=True):
         own = list(completion.token_ids)
         same = next((i for i, pair in enumerate(zip(own, other, strict=False)) if pair[0] != pair[1]), None)
         if same is None:
@@ -85,18 +94,25 @@ def compare(folder: Path, config: Config, answer: int, count: int, dtype: torch.
             tokens += len(own)
         else:
             tokens += same + 1
-            gaps.append(gap(model, prompt, own[:same], own[same], other[same]))
+            splits.append(([*prompt.token_ids, *own[:same]], own[same], other[same]))
+    found = gaps(model, splits)
     return {
-        "model": folder.name,
-        "device": device,
-        "dtype": str(dtype).removeprefix("torch."),
         "prompts": len(prompts),
         "tokens": tokens,
-        "answers_that_diverge": len(gaps),
-        "divergences_per_1000_tokens": 1e3 * len(gaps) / tokens,
-        "gap_mean": sum(map(abs, gaps)) / len(gaps) if gaps else None,
-        "gap_largest": max(map(abs, gaps), default=None),
+        "answers_that_diverge": len(found),
+        "share_of_answers_interval": wilson(len(found), len(prompts)),
+        "divergences_per_1000_tokens": 1e3 * len(found) / tokens,
+        "divergences_per_1000_tokens_interval": [1e3 * end for end in wilson(len(found), tokens)],
+        "gap_mean": sum(map(abs, found)) / len(found) if found else None,
+        "gap_largest": max(map(abs, found), default=None),
     }
+
+
+def load_peer(folder: Path, dtype: torch.dtype, device: str) -> Any:
+    """``transformers``' model of a folder."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
 
 
 def main() -> None:
@@ -105,19 +121,30 @@ def main() -> None:
     parser.add_argument("--model", default="demo", help="a folder, a NAME under $QERL_MODELS, or demo")
     parser.add_argument("--data", default="arithmetic")
     parser.add_argument("--prompts", type=int, default=64)
-    parser.add_argument("--answer", type=int, default=128, help="most tokens of an answer")
-    parser.add_argument("--dtypes", default="bfloat16,float32")
+    parser.add_argument("--answer", type=int, default=64, help="most tokens of an answer")
+    parser.add_argument("--formats", default="bf16,nvfp4", help="of the weights")
+    parser.add_argument("--dtypes", help="bfloat16,float32, and on a GPU bfloat16 alone, when not given")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     arguments = parser.parse_args()
+    device, formats = arguments.device, arguments.formats.split(",")
     config = load_config(None, [f"model.path={arguments.model}", f"data.train={arguments.data}"])
     folder = resolve_model_path(arguments.model)
-    rows = []
-    for dtype in arguments.dtypes.split(","):
-        rows.append(
-            compare(folder, config, arguments.answer, arguments.prompts, getattr(torch, dtype), arguments.device)
-        )
-        print(rows[-1], flush=True)
-    write_result(arguments.out, rows=rows)
+    tokenizer = load_tokenizer(folder)
+    prompts = list(load_prompts(config, tokenizer, config.data.train, "train", arguments.prompts)[0])
+    rows: list[dict[str, Any]] = []
+    for name in (arguments.dtypes or ("bfloat16,float32" if device == "cpu" else "bfloat16")).split(","):
+        dtype = getattr(torch, name)
+        peer = load_peer(folder, dtype, device)
+        for format_name in formats:
+            began = time.perf_counter()
+            quant = QuantConfig.model_validate({"format": format_name})
+            model = load_model(folder, quant=quant, lora=None, dtype=dtype, device=device)
+            give_weights(model, peer)
+            row = {"model": folder.name, "device": device, "format": format_name, "dtype": name}
+            row |= compare(model, peer, tokenizer, prompts, arguments.answer)
+            rows.append(row | {"seconds": time.perf_counter() - began})
+            print(rows[-1], flush=True)
+            write_result(arguments.out, rows=rows)
 
 
 if __name__ == "__main__":

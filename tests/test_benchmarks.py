@@ -310,19 +310,28 @@ def test_greedy_answers_leave_those_of_transformers_in_bfloat16_only(tmp_path):
         "bench",
         "divergence",
         "--prompts",
-        "24",
+        "16",
         "--answer",
-        "32",
+        "24",
         "--device",
         "cpu",
     ]
     result = subprocess.run([*command, "--out", str(out)], cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
-    rough, exact = json.loads(out.read_text())["rows"]
-    assert exact["answers_that_diverge"] == 0
-    assert exact["tokens"] > 100
-    assert rough["divergences_per_1000_tokens"] < 50
-    assert (rough["gap_largest"] or 0) < 0.2, "only nearly equal tokens change places"
+    rows = json.loads(out.read_text())["rows"]
+    assert [(row["format"], row["dtype"]) for row in rows] == [
+        (name, dtype) for dtype in ("bfloat16", "float32") for name in ("bf16", "nvfp4")
+    ]
+    for rough, exact in zip(rows[:2], rows[2:], strict=True):
+        assert exact["answers_that_diverge"] == 0
+        assert exact["tokens"] > 100
+        # Wilson's interval of none in n: from 0 to z^2 / (n + z^2).
+        low, high = exact["divergences_per_1000_tokens_interval"]
+        assert low == 0 and high == pytest.approx(1e3 * 1.959964**2 / (exact["tokens"] + 1.959964**2))
+        assert rough["divergences_per_1000_tokens"] < 50
+        low, high = rough["divergences_per_1000_tokens_interval"]
+        assert low <= rough["divergences_per_1000_tokens"] < high
+        assert (rough["gap_largest"] or 0) < 0.2, "only nearly equal tokens change places"
 
 
 def test_rounding_of_keys_and_values_is_compared_by_format(tmp_path):
