@@ -28,7 +28,7 @@ from qerl.kernels.rms_norm import KeyedNoise, TableNoise, add_rms_norm
 from qerl.kernels.rms_norm import triton as rms_norm_triton
 from qerl.kernels.rope import HeadNorms, rope
 from qerl.kernels.rope import triton as rope_triton
-from qerl.kernels.token_logprobs import token_logprobs
+from qerl.kernels.token_logprobs import token_choices, token_logprobs
 from qerl.kernels.token_logprobs import triton as logprobs
 
 HIDDEN, MLP, HEADS, KV_HEADS, SIZE, VOCABULARY = 3584, 18944, 28, 4, 128, 152064
@@ -168,6 +168,10 @@ def log_probs(table: Table, tokens: int = 4096) -> None:
         times = captured(lambda b=block: token_logprobs(leaf, head, targets, chunk=b), calls=1)
         table.add(f"token_logprobs {tokens} and gradient, tile {block} x {rows}", times, flops=2 * product)
     logprobs.TILE_ROWS = TILE_ROWS
+    uniforms = torch.rand(tokens, device="cuda").clamp_(2.0**-24, 1 - 2.0**-24)
+    for name, numbers in (("arg-max", None), ("arg-max and draw", uniforms)):
+        times = captured(lambda u=numbers: token_choices(hidden, head, targets, u), calls=1)
+        table.add(f"token_choices {tokens}, {name}", times, flops=product)
     times = captured(lambda: token_logprobs(hidden, head, targets, kernel="reference"), calls=1)
     table.add(f"token_logprobs {tokens}, reference", times, flops=product)
 

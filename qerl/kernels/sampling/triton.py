@@ -137,7 +137,7 @@ def _block_stats(
 
 
 @triton.jit
-def _first_above(weights_N, index_N, target, SIZE: tl.constexpr):
+def first_above(weights_N, index_N, target, SIZE: tl.constexpr):
     """Index of the first positive weight whose cumulative sum exceeds the target (else of the last sum), and the rest."""
     ends_N = tl.cumsum(weights_N, 0)
     ends_N = tl.where(weights_N > 0, ends_N, -1.0)
@@ -182,7 +182,7 @@ def _pick(
         block = tl.min(tl.where(top_N == top, index_N, PADDED - 1), 0)
         rest = total
     else:
-        block, rest = _first_above(weights_N, index_N, tl.load(uniform_ptr + row).to(tl.float64) * total, PADDED)
+        block, rest = first_above(weights_N, index_N, tl.load(uniform_ptr + row).to(tl.float64) * total, PADDED)
     block = tl.minimum(block, count - 1)
     lane_C = tl.arange(0, BLOCK)
     token_C = block * BLOCK + lane_C
@@ -191,7 +191,7 @@ def _pick(
         lane = tl.min(tl.where(logits_C == top, lane_C, BLOCK - 1), 0)
     else:
         gap_C = (logits_C - top) / tl.load(temperature_ptr).to(tl.float32)
-        lane, rest = _first_above(tl.exp(gap_C).to(tl.float64), lane_C, rest, BLOCK)
+        lane, rest = first_above(tl.exp(gap_C).to(tl.float64), lane_C, rest, BLOCK)
     token = tl.minimum(block * BLOCK + lane, vocabulary - 1)
     logit = tl.load(logits_ptr + row * stride + token)
     logprob = (logit - top).to(tl.float64) * inverse - tl.log(total)

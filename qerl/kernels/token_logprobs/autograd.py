@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from qerl.kernels.token_logprobs.choices import Wanted
 from qerl.kernels.token_logprobs.head import Head
 
 
@@ -49,11 +50,13 @@ class TokenLogprobs(torch.autograd.Function):
         temperature: float,
         chunk: int,
         kernel: Parts,
+        wanted: Wanted | None,
     ) -> tuple[Tensor, Tensor]:
-        parts = [
-            kernel.forward(hidden, head, bias_V, targets, temperature)
-            for hidden, targets in zip(hidden_ND.split(chunk), targets_N.split(chunk), strict=True)
-        ]
+        parts = []
+        for start in range(0, max(len(hidden_ND), 1), chunk):
+            rows = slice(start, start + chunk)
+            chosen = None if wanted is None else wanted.part(rows)
+            parts.append(kernel.forward(hidden_ND[rows], head, bias_V, targets_N[rows], temperature, chosen))
         logp_N, entropy_N, lse_N = (torch.cat(column) for column in zip(*parts, strict=True))
         keep(ctx, hidden_ND, head, bias_V, targets_N, lse_N, entropy_N)
         ctx.temperature, ctx.chunk, ctx.kernel = temperature, chunk, kernel
@@ -94,6 +97,7 @@ class TokenLogprobs(torch.autograd.Function):
             grad_hidden,
             None if grad_head is None else grad_head.to(head.dtype),
             None if grad_bias is None else grad_bias.to(bias_V.dtype),
+            None,
             None,
             None,
             None,

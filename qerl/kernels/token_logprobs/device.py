@@ -8,19 +8,31 @@ import triton.language as tl
 
 
 @triton.jit
-def _scaled(logits, divisor, bias, row, columns, inside, width, temperature, UNIT: tl.constexpr):
-    """logits / T of one token and tile, float32; -inf beyond the tile. UNIT says that T is 1."""
-    value = tl.load(logits + row * width + columns, mask=inside, other=0.0)
+def completed(value, divisor, bias, columns, inside):
+    """Logits of one token and tile from the product with the values of the head, float32; -inf beyond the tile."""
     if divisor is not None:
         value = value / tl.load(divisor + columns, mask=inside, other=1.0)
     if bias is not None:
         value += tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
-    if not UNIT:
-        value = value / temperature
     return tl.where(inside, value, -float("inf"))
 
 
-@triton.jit(do_not_specialize=["start", "count"])
+@triton.jit
+def tempered(value, temperature, UNIT: tl.constexpr):
+    """logits / T. UNIT says that T is 1."""
+    if not UNIT:
+        value = value / temperature
+    return value
+
+
+@triton.jit
+def _scaled(logits, divisor, bias, row, columns, inside, width, temperature, UNIT: tl.constexpr):
+    """logits / T of one token and tile, float32; -inf beyond the tile."""
+    value = tl.load(logits + row * width + columns, mask=inside, other=0.0)
+    return tempered(completed(value, divisor, bias, columns, inside), temperature, UNIT)
+
+
+@triton.jit(do_not_specialize=["start", "count", "tile", "tiles", "lanes"])
 def absorb(
     logits,
     divisor,
@@ -31,6 +43,13 @@ def absorb(
     e,
     values,
     target_rows,
+    top,
+    top_tokens,
+    parts,
+    references,
+    tile,
+    tiles,
+    lanes,
     start,
     count,
     width,
@@ -39,12 +58,16 @@ def absorb(
     UNIT: tl.constexpr,
     BLOCK: tl.constexpr,
     WIDTH: tl.constexpr,
+    PART: tl.constexpr,
 ):
-    """One token and tile: the three sums, l of the target, and p with the target's row of the head if a gradient is wanted."""
+    """One token and tile: the three sums, l of the target, and p with the target's row of the head if a gradient is wanted; the largest
+    logit so far and its token if `top` is given; if `parts` is, the sums of p over every PART tokens, and the reference m that they have."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < width
-    scaled = _scaled(logits, divisor, bias, row, columns, inside, width, temperature, UNIT)
+    value = tl.load(logits + row * width + columns, mask=inside, other=0.0)
+    value = completed(value, divisor, bias, columns, inside)
+    scaled = tempered(value, temperature, UNIT)
     old = tl.load(sums + row)
     s = tl.load(sums + count + row)
     t = tl.load(sums + 2 * count + row)
@@ -64,6 +87,18 @@ def absorb(
     here = (target >= 0) & (target < width)
     if here:
         tl.store(sums + 3 * count + row, tl.sum(tl.where(columns == target, scaled, 0.0), axis=0))
+    if top is not None:
+        # Of the logits as they are: two that differ may be equal once they are divided by the temperature.
+        largest = tl.max(value, axis=0)
+        first = tl.min(tl.where(value == largest, columns, BLOCK), axis=0)
+        if largest > tl.load(top + row):
+            tl.store(top + row, largest)
+            tl.store(top_tokens + row, (start + first).to(tl.int64))
+    if parts is not None:
+        lane = tl.arange(0, BLOCK // PART)
+        part = tl.sum(tl.reshape(weight, (BLOCK // PART, PART)), axis=1)
+        tl.store(parts + (row * tiles + tile) * lanes + lane, part, mask=lane < lanes)
+        tl.store(references + row * tiles + tile, new)
     if e is not None:
         if divisor is not None:
             weight = weight / tl.load(divisor + columns, mask=inside, other=1.0)
@@ -87,7 +122,22 @@ def absorb(
 
 
 @triton.jit(do_not_specialize=["count"])
-def finish(sums, e, target_rows, logp, entropy, lse, slope, count, hidden_size, temperature, WIDTH: tl.constexpr):
+def finish(
+    sums,
+    e,
+    target_rows,
+    top,
+    top_logp,
+    logp,
+    entropy,
+    lse,
+    slope,
+    count,
+    hidden_size,
+    temperature,
+    UNIT: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
     """One token: results from its sums, and the gradient of its log-prob to its hidden state if wanted."""
     row = tl.program_id(0).to(tl.int64)
     s = tl.load(sums + count + row)
@@ -97,6 +147,8 @@ def finish(sums, e, target_rows, logp, entropy, lse, slope, count, hidden_size, 
     tl.store(lse + row, lse_value)
     tl.store(logp + row, logp_value)
     tl.store(entropy + row, log_s - tl.load(sums + 2 * count + row) / s)
+    if top is not None:
+        tl.store(top_logp + row, tempered(tl.load(top + row), temperature, UNIT) - lse_value)
     if e is not None:
         channels = tl.arange(0, WIDTH)
         within = channels < hidden_size

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from qerl.formats import PackedWeight
+from qerl.kernels.sampling.reference import draw_token
 from qerl.kernels.token_logprobs.autograd import Parts, TokenLogprobs
+from qerl.kernels.token_logprobs.choices import Wanted
 from qerl.kernels.token_logprobs.head import Head, factored_rows
 
 # Most logits held at once when `chunk` is not given: 64 MiB of float32.
@@ -51,12 +53,30 @@ def hidden_gradient(grad_NV: Tensor, head: PackedWeight, dtype: torch.dtype) -> 
 
 
 def forward(
-    hidden_ND: Tensor, head: Head, bias_V: Tensor | None, targets_N: Tensor, temperature: float
+    hidden_ND: Tensor,
+    head: Head,
+    bias_V: Tensor | None,
+    targets_N: Tensor,
+    temperature: float,
+    wanted: Wanted | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(logp, entropy, lse), each [N]."""
-    scaled_NV = head_logits(hidden_ND, head, bias_V).div_(temperature)
+    """(logp, entropy, lse), each [N]; fills `wanted`."""
+    scaled_NV = head_logits(hidden_ND, head, bias_V)
+    if wanted is not None:
+        wanted.top_N.copy_(scaled_NV.argmax(-1))
+        if wanted.uniform_N is not None and wanted.drawn_N is not None and scaled_NV.numel():
+            wanted.drawn_N.copy_(draw_token(scaled_NV, wanted.uniform_N, temperature)[0])
+    scaled_NV = scaled_NV.div_(temperature)
     lse_N = torch.logsumexp(scaled_NV, dim=-1)
-    logp_N = scaled_NV.gather(1, targets_N[:, None]).squeeze(1) - lse_N
+
+    def logprobs(tokens_N: Tensor) -> Tensor:
+        return scaled_NV.gather(1, tokens_N[:, None]).squeeze(1) - lse_N
+
+    logp_N = logprobs(targets_N)
+    if wanted is not None:
+        wanted.top_logprobs_N.copy_(logprobs(wanted.top_N))
+        if wanted.drawn_N is not None and wanted.drawn_logprobs_N is not None:
+            wanted.drawn_logprobs_N.copy_(logprobs(wanted.drawn_N))
     mean_N = (torch.exp(scaled_NV - lse_N[:, None]) * scaled_NV).sum(-1)
     return logp_N, lse_N - mean_N, lse_N
 
@@ -86,10 +106,16 @@ def logits_gradient(
 
 
 def token_logprobs(
-    hidden_ND: Tensor, head: Head, bias_V: Tensor | None, targets_N: Tensor, temperature: float, chunk: int | None
+    hidden_ND: Tensor,
+    head: Head,
+    bias_V: Tensor | None,
+    targets_N: Tensor,
+    temperature: float,
+    chunk: int | None,
+    wanted: Wanted | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See `qerl.kernels.token_logprobs.token_logprobs`."""
     if chunk is None:
         chunk = max(1, _CHUNK_ELEMENTS // head.shape[0])
     parts = Parts(forward, logits_gradient, hidden_gradient)
-    return TokenLogprobs.apply(hidden_ND, head, bias_V, targets_N, temperature, chunk, parts)
+    return TokenLogprobs.apply(hidden_ND, head, bias_V, targets_N, temperature, chunk, parts, wanted)

@@ -25,9 +25,10 @@ from torch.autograd.function import once_differentiable
 
 from qerl.formats import PackedWeight
 from qerl.kernels.sizes import power_of_2
-from qerl.kernels.token_logprobs import autograd, reference
+from qerl.kernels.token_logprobs import autograd, draw, reference
+from qerl.kernels.token_logprobs.choices import Wanted
 from qerl.kernels.token_logprobs.device import absorb, finish, logits_gradient
-from qerl.kernels.token_logprobs.head import Head, factored_rows
+from qerl.kernels.token_logprobs.head import Head, factored_rows, row_stretches
 from qerl.kernels.token_logprobs.logits import head_logits
 from qerl.kernels.token_logprobs.tiles import TILE_ROWS, tile_tokens
 
@@ -39,13 +40,20 @@ _TOGETHER = 4
 
 
 def token_logprobs(
-    hidden_ND: Tensor, head: Head, bias_V: Tensor | None, targets_N: Tensor, temperature: float, chunk: int | None
+    hidden_ND: Tensor,
+    head: Head,
+    bias_V: Tensor | None,
+    targets_N: Tensor,
+    temperature: float,
+    chunk: int | None,
+    wanted: Wanted | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """See `qerl.kernels.token_logprobs.token_logprobs`; `chunk` is the most tokens of a block."""
+    """See `qerl.kernels.token_logprobs.token_logprobs`; `chunk` is the most tokens of a block, `wanted` is filled."""
     packed_with_trained_bias = isinstance(head, PackedWeight) and bias_V is not None and bias_V.requires_grad
     if hidden_ND.dtype == torch.float64 or not len(hidden_ND) or packed_with_trained_bias:
-        return reference.token_logprobs(hidden_ND, head, bias_V, targets_N, temperature, chunk)
-    return _TokenLogprobs.apply(hidden_ND, head, bias_V, targets_N, temperature, chunk or tile_tokens(*hidden_ND.shape))
+        return reference.token_logprobs(hidden_ND, head, bias_V, targets_N, temperature, chunk, wanted)
+    chunk = chunk or tile_tokens(*hidden_ND.shape)
+    return _TokenLogprobs.apply(hidden_ND, head, bias_V, targets_N, temperature, chunk, wanted)
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -60,6 +68,7 @@ class _TokenLogprobs(torch.autograd.Function):
         targets_N: Tensor,
         temperature: float,
         chunk: int,
+        wanted: Wanted | None,
     ) -> tuple[Tensor, Tensor]:
         eager = ctx.needs_input_grad[0] and not (ctx.needs_input_grad[1] or ctx.needs_input_grad[2])
         logp_N, entropy_N, lse_N = (
@@ -71,13 +80,21 @@ class _TokenLogprobs(torch.autograd.Function):
         together = _TOGETHER if isinstance(head, PackedWeight) else 1
         for first in range(0, len(parts), together):
             group = parts[first : first + together]
-            blocks = [_Block(hidden_ND[part], targets_N[part], temperature, room) for part in group]
-            for tile in _tiles(head, hidden_ND.dtype):
+            chosen = [None if wanted is None else wanted.part(part) for part in group]
+            blocks = [
+                _Block(hidden_ND[part], targets_N[part], temperature, room, head, one)
+                for part, one in zip(group, chosen, strict=True)
+            ]
+            for index, tile in enumerate(_tiles(head, hidden_ND.dtype)):
                 for block in blocks:
-                    block.add(*tile, bias_V)
+                    block.add(index, *tile, bias_V)
             for part, block in zip(group, blocks, strict=True):
                 slope_MD = None if slope_ND is None else slope_ND[part]
                 block.finish(logp_N[part], entropy_N[part], lse_N[part], slope_MD)
+            if wanted is not None and wanted.uniform_N is not None:
+                for index, tile in enumerate(_tiles(head, hidden_ND.dtype)):
+                    for part, block in zip(group, blocks, strict=True):
+                        block.resolve(index, *tile, bias_V, lse_N[part])
         autograd.keep(ctx, hidden_ND, head, bias_V, targets_N, lse_N, entropy_N, slope_ND)
         ctx.temperature, ctx.chunk = temperature, chunk
         return logp_N, entropy_N
@@ -89,12 +106,12 @@ class _TokenLogprobs(torch.autograd.Function):
         grad_logp_N, grad_entropy_N = grads
         if slope_ND is not None and grad_entropy_N is None:
             grad_hidden = None if grad_logp_N is None else (slope_ND * grad_logp_N[:, None]).to(hidden_ND.dtype)
-            return grad_hidden, None, None, None, None, None
+            return grad_hidden, None, None, None, None, None, None
         grad_hidden, grad_head, grad_bias = gradients(
             hidden_ND, head, bias_V, targets_N, ctx.temperature, ctx.chunk, lse_N, entropy_N, grad_logp_N, grad_entropy_N,
             ctx.needs_input_grad[:3],
         )  # fmt: skip
-        return grad_hidden, grad_head, grad_bias, None, None, None
+        return grad_hidden, grad_head, grad_bias, None, None, None, None
 
 
 class _Room:
@@ -108,7 +125,15 @@ class _Room:
 class _Block:
     """Running sums of one block of tokens."""
 
-    def __init__(self, hidden_MD: Tensor, targets_M: Tensor, temperature: float, room: _Room):
+    def __init__(
+        self,
+        hidden_MD: Tensor,
+        targets_M: Tensor,
+        temperature: float,
+        room: _Room,
+        head: Head,
+        wanted: Wanted | None,
+    ):
         count, device, eager = len(hidden_MD), hidden_MD.device, room.p is not None
         self.room = room
         self.hidden_MD, self.targets_M, self.temperature = hidden_MD.contiguous(), targets_M.contiguous(), temperature
@@ -118,13 +143,18 @@ class _Block:
         self.e_MD = torch.zeros(hidden_MD.shape, dtype=torch.float32, device=device) if eager else None
         self.target_MD = torch.empty_like(self.hidden_MD) if eager else None
         """W of each target."""
+        self.wanted = wanted
+        self.top_M = None if wanted is None else torch.full((count,), -torch.inf, device=device)
+        """Largest logit."""
+        self.draw = None if wanted is None or wanted.uniform_N is None else draw.Draw(wanted, list(_tile_rows(head)))
 
-    def add(self, rows: slice, values_vD: Tensor, divisor_v: Tensor | None, bias_V: Tensor | None) -> None:
+    def add(self, index: int, rows: slice, values_vD: Tensor, divisor_v: Tensor | None, bias_V: Tensor | None) -> None:
         """Take in one tile of the head."""
         count, width = len(self.hidden_MD), len(values_vD)
         logits_Mv = _product(self.hidden_MD, values_vD.T, self.room.logits[: count * width].view(count, width))
         p_Mv = None if self.room.p is None else self.room.p[: count * width].view(count, width)
-        block = power_of_2(width)
+        kept = self.draw
+        block = max(power_of_2(width), 1 if kept is None else draw.PART)
         absorb[(count,)](
             logits_Mv,
             divisor_v,
@@ -135,6 +165,13 @@ class _Block:
             self.e_MD,
             values_vD,
             self.target_MD,
+            self.top_M,
+            None if self.wanted is None else self.wanted.top_N,
+            None if kept is None else kept.parts_MP,
+            None if kept is None else kept.references_Mt,
+            index,
+            0 if kept is None else kept.tiles,
+            0 if kept is None else kept.lanes,
             rows.start,
             count,
             width,
@@ -143,6 +180,7 @@ class _Block:
             UNIT=self.temperature == 1.0,
             BLOCK=block,
             WIDTH=min(power_of_2(self.hidden_MD.shape[1]), 1024),
+            PART=draw.PART,
             num_warps=_warps(block),
         )
         if self.e_MD is not None and p_Mv is not None:
@@ -155,6 +193,8 @@ class _Block:
             self.sums_4M,
             self.e_MD,
             self.target_MD,
+            self.top_M,
+            None if self.wanted is None else self.wanted.top_logprobs_N,
             logp_M,
             entropy_M,
             lse_M,
@@ -162,8 +202,27 @@ class _Block:
             len(self.hidden_MD),
             width,
             self.temperature,
+            UNIT=self.temperature == 1.0,
             WIDTH=power_of_2(width),
             num_warps=4,
+        )
+        if self.draw is not None:
+            self.draw.choose_parts(self.sums_4M)
+
+    def resolve(
+        self,
+        index: int,
+        rows: slice,
+        values_vD: Tensor,
+        divisor_v: Tensor | None,
+        bias_V: Tensor | None,
+        lse_M: Tensor,
+    ) -> None:
+        """Draw the tokens that lie in one tile, after `finish`."""
+        assert self.draw is not None
+        bias_v = None if bias_V is None else bias_V[rows]
+        self.draw.resolve(
+            index, rows, self.hidden_MD, values_vD, divisor_v, bias_v, self.sums_4M, lse_M, self.temperature
         )
 
 
@@ -241,6 +300,14 @@ def _blocks(tokens: int, most: int) -> Iterator[slice]:
     step = min(most, -(-step // 64) * 64)
     for start in range(0, tokens, step):
         yield slice(start, min(start + step, tokens))
+
+
+def _tile_rows(head: Head) -> Iterator[slice]:
+    """Rows of each tile of the head, in order; tiles of about equal size."""
+    stretches = row_stretches(head) if isinstance(head, PackedWeight) else (slice(0, len(head)),)
+    for rows in stretches:
+        for part in _blocks(rows.stop - rows.start, TILE_ROWS):
+            yield slice(rows.start + part.start, rows.start + part.stop)
 
 
 def _tiles(head: Head, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
