@@ -305,7 +305,7 @@ def layer_cases(device: str) -> Iterator[Case]:
 
 def head_cases(device: str) -> Iterator[Case]:
     """Log-probs of the LM head with their gradients, and its logits, in every format of a head."""
-    from qerl.kernels.token_logprobs import head_logits, token_logprobs
+    from qerl.kernels.token_logprobs import head_logits, token_choices, token_logprobs
 
     given = Inputs(device)
     forward = _both("token_logprobs.device", "absorb", "finish")
@@ -316,6 +316,13 @@ def head_cases(device: str) -> Iterator[Case]:
         torch.autograd.backward([output.sum() for output in found[:outputs]])
 
     yield Case("token_logprobs and gradient", lambda: log_probs(given.normal(501, 96)), forward)
+    yield Case(
+        "token_choices",
+        lambda: token_choices(
+            given.normal(21, 96), given.normal(501, 96), given.range(21), torch.rand(21, device=device), temperature=0.7
+        ),
+        (*forward, "token_logprobs.draw.pick_part", "token_logprobs.draw.pick_token"),
+    )
     yield Case(
         "token_logprobs, gradient of both outputs to the head too",
         lambda: log_probs(given.normal(501, 96).requires_grad_(), 2),

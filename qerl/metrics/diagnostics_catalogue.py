@@ -69,6 +69,22 @@ _MISMATCH = section(
         for name, unit, meaning in _FIGURES
     ),
     (
+        "mismatch/kernel/drawn_differently",
+        "fraction",
+        (
+            "Answer tokens in whose place the trainer, with the same noise and at the engine's own uniform number, draws another; present "
+            "when top-k, top-p and min-p are off."
+        ),
+    ),
+    (
+        "mismatch/noise/drawn_differently",
+        "fraction",
+        (
+            "Answer positions at which the trainer draws one token with the rollout's noise and another without, at the engine's uniform "
+            "number: how often the noise changes what is explored; present when there is noise."
+        ),
+    ),
+    (
         "mismatch/truncation/kept_mass",
         "fraction",
         "Mean probability that top-k, top-p and min-p leave; present when they are on.",

@@ -121,6 +121,8 @@ def test_causes_of_mismatch_are_told_apart(measured):
         assert kernel < 1e-4 and 100 * kernel < min(noise, stale)
         assert row["mismatch/kernel/effective_sample_size"] == pytest.approx(1.0, abs=1e-6)
         assert not [key for key in row if key.startswith("mismatch/truncation")]
+        assert row["mismatch/kernel/drawn_differently"] == 0.0, "the keys, positions and order of the engine's own draws"
+        assert 0.0 <= row["mismatch/noise/drawn_differently"] < 0.5
 
 
 def test_noise_absent_from_the_objective_does_not_count_as_kernel_mismatch(start):
@@ -133,6 +135,7 @@ def test_a_truncated_sampler_shows_its_own_term(start):
     row = start("top-k", "rollout.top_k=2", "rollout.temperature=1.5", "train.steps=1").read_metrics()[0]
     assert 0.3 < row["mismatch/truncation/kept_mass"] < 1.0
     assert row["mismatch/truncation/kl"] > 0.0
+    assert "mismatch/kernel/drawn_differently" not in row
     entropies = [row[f"probe/entropy_{name}/by_token"] for name in ("sampler", "raw", "tempered")]
     assert entropies == sorted(entropies)
 

@@ -33,6 +33,7 @@ from qerl.kernels.rope import triton as rope
 from qerl.kernels.sampling import triton as sampling
 from qerl.kernels.token_logprobs import logits
 from qerl.kernels.token_logprobs import triton as token_logprobs
+from qerl.kernels.token_logprobs.choices import Wanted
 
 TYPES = {
     torch.bfloat16: "*bf16",
@@ -133,6 +134,9 @@ def calls() -> None:
     head, hidden = torch.randn(8000, 64).bfloat16(), torch.randn(tokens, 64).bfloat16().requires_grad_()
     logp, entropy = token_logprobs.token_logprobs(hidden, head, None, rows, 1.0, None)
     (logp.sum() + entropy.sum()).backward()
+    wanted = Wanted.of(tokens, torch.full((tokens,), 0.5), torch.float32, head.device)
+    for temperature in (1.0, 0.7):
+        token_logprobs.token_logprobs(hidden.detach(), head, None, rows, temperature, None, wanted)
     decode_calls(rows)
     kept_calls()
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from qerl.metrics.catalogue import lookup
-from qerl.train.diagnostics.mismatch import CAUSES, kept_mass, mismatch
+from qerl.train.diagnostics.mismatch import CAUSES, drawn_differently, kept_mass, mismatch
 
 
 def test_equal_log_probs_give_no_mismatch_and_a_whole_sample():
@@ -54,3 +54,10 @@ def test_truncation_is_the_logarithm_of_the_kept_mass():
 def test_every_figure_is_in_the_catalogue(cause):
     for key in mismatch(cause, torch.tensor([-1.0]), torch.tensor([-1.1])):
         assert lookup(key).section == "Mismatch by cause"
+
+
+def test_tokens_drawn_at_one_number_differ_as_often_as_the_distributions_are_apart():
+    """p = (.5, .5), q = (.4, .6): a tenth of the numbers fall between the edges."""
+    u = (torch.arange(1000) + 0.5) / 1000
+    assert drawn_differently((u > 0.5).long(), (u > 0.4).long()) == pytest.approx(0.1)
+    assert drawn_differently(torch.arange(3), torch.arange(3)) == 0.0

@@ -53,3 +53,12 @@ def mismatch(cause: str, first_N: Tensor, second_N: Tensor) -> dict[str, float]:
 def kept_mass(behavior_N: Tensor, sampler_N: Tensor) -> float:
     """Mean probability that the truncations leave, exp(behavior - sampler); 1 when they are off."""
     return float(torch.exp(behavior_N.double() - sampler_N.double()).mean())
+
+
+def drawn_differently(first_N: Tensor, second_N: Tensor) -> float:
+    """Share of the positions whose two tokens, drawn at one uniform number, differ.
+
+    Of two distributions it is at least their distance |p - q|_1 / 2 in expectation, and 0 if they are equal; where probability moves
+    between tokens that are far apart in the vocabulary it is more.
+    """
+    return float((first_N != second_N).double().mean())

@@ -20,9 +20,16 @@ from qerl.records import Completion, Group, Prompt, Rollout, SamplingSpec, Train
 from qerl.train.diagnostics.answers import answer_metrics
 from qerl.train.diagnostics.canary import AGAIN_EVERY, check_agreement, check_canary, read_canary
 from qerl.train.diagnostics.entropy import distribution_entropies, information_bounds, noise_entropies
-from qerl.train.diagnostics.mismatch import kept_mass, mismatch
+from qerl.train.diagnostics.mismatch import drawn_differently, kept_mass, mismatch
 from qerl.train.diagnostics.own_answer import OwnAnswer
-from qerl.train.diagnostics.passes import answer_hidden, answer_logprobs, logit_chunks, pack_answers, sum_by_answer
+from qerl.train.diagnostics.passes import (
+    answer_choices,
+    answer_hidden,
+    answer_logprobs,
+    logit_chunks,
+    pack_answers,
+    sum_by_answer,
+)
 from qerl.train.diagnostics.perturbation import DRAWS, perturbation_metrics
 from qerl.train.diagnostics.probe import cut, open_probe
 from qerl.train.policy_version import ActivePolicy
@@ -182,11 +189,16 @@ class Diagnostics:
         chosen = rollout.completions[:: rollout.group_size][: self.config.diagnostics.probe_prompts]
         batches = self._pack(chosen)
         engine_N = torch.cat([batch.behavior_logprobs_N for batch in batches])
-        same_N = self._logprobs(batches, policy.noise)
+        same_N, redrawn_N = self._redrawn(batches, rollout.sampling, policy.noise)
         self._watched = _Watched(batches=batches, noise=policy.noise, before_N=same_N)
         metrics = mismatch("kernel", engine_N, same_N)
+        if not rollout.sampling.truncated_support:
+            drawn_N = torch.cat([batch.targets_N for batch in batches])
+            metrics["mismatch/kernel/drawn_differently"] = drawn_differently(drawn_N, redrawn_N)
         if policy.noise is not None:
-            metrics |= mismatch("noise", same_N, self._logprobs(batches, None))
+            clean_N, clean_drawn_N = self._redrawn(batches, rollout.sampling, None)
+            metrics |= mismatch("noise", same_N, clean_N)
+            metrics["mismatch/noise/drawn_differently"] = drawn_differently(redrawn_N, clean_drawn_N)
         if rollout.sampling.truncated_support:
             width = self.config.diagnostics.probe_tokens
             sampler_N = torch.tensor([p for c in chosen for p in c.sampler_logprobs[:width]], device=engine_N.device)
@@ -212,6 +224,14 @@ class Diagnostics:
         """The trainer's log-probs of all answer tokens, at the sampler's temperature."""
         temperature = self.config.rollout.temperature
         return torch.cat([answer_logprobs(self.session.model, batch, temperature, noise) for batch in batches])
+
+    def _redrawn(
+        self, batches: Sequence[TrainBatch], sampling: SamplingSpec, noise: Noise | None
+    ) -> tuple[Tensor, Tensor]:
+        """The trainer's log-probs of all answer tokens, and the tokens that it draws at the engine's numbers."""
+        found = [answer_choices(self.session.model, batch, sampling, noise) for batch in batches]
+        drawn = [choices.drawn_N for choices in found if choices.drawn_N is not None]
+        return torch.cat([choices.logprobs_N for choices in found]), torch.cat(drawn)
 
     def _score(self, completion: Completion, adapters: bool) -> Tensor:
         (batch,) = pack_answers([completion], self.config.pass_tokens, self.session.device)

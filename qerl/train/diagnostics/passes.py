@@ -10,12 +10,13 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from qerl.kernels.token_logprobs import token_logprobs
+from qerl.kernels.token_logprobs import TokenChoices, token_choices, token_logprobs
 from qerl.model.aqn import Noise
 from qerl.model.attention import PackedSequences
 from qerl.model.decoder import Decoder
 from qerl.objective.batch import Sample, pack
-from qerl.records import Completion, TrainBatch
+from qerl.records import Completion, SamplingSpec, TrainBatch
+from qerl.rollout.sampler import answer_uniforms
 
 CHUNK_ELEMENTS = 1 << 24
 """Most logits held at once, over all draws: 64 MiB of float32 (and a few times that in work space)."""
@@ -52,6 +53,16 @@ def answer_logprobs(
     """Log-prob of every answer token under softmax(logits / temperature), float32 [N]; ``context`` as above."""
     hidden_ND = answer_hidden(model, batch, noise, adapters=adapters, context=context)
     return token_logprobs(hidden_ND, model.head_weight, batch.targets_N, temperature=temperature)[0]
+
+
+def answer_choices(model: Decoder, batch: TrainBatch, sampling: SamplingSpec, noise: Noise | None) -> TokenChoices:
+    """Log-probs as of `answer_logprobs` at the sampler's temperature, and the tokens that these logits draw at the numbers at which the
+    engine drew the answers, without truncations."""
+    starts_S = batch.answer_lengths_S.cumsum(0) - batch.answer_lengths_S
+    position_N = torch.arange(len(batch.targets_N), device=batch.targets_N.device) - starts_S[batch.sequence_N]
+    uniform_N = answer_uniforms(sampling, batch.sample_keys_S[batch.sequence_N], position_N, 1)[:, 0]
+    hidden_ND = answer_hidden(model, batch, noise)
+    return token_choices(hidden_ND, model.head_weight, batch.targets_N, uniform_N, temperature=sampling.temperature)
 
 
 def logit_chunks(model: Decoder, hidden_MND: Sequence[Tensor]) -> Iterator[list[Tensor]]:
