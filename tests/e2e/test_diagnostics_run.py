@@ -121,7 +121,9 @@ def test_causes_of_mismatch_are_told_apart(measured):
         assert kernel < 1e-4 and 100 * kernel < min(noise, stale)
         assert row["mismatch/kernel/effective_sample_size"] == pytest.approx(1.0, abs=1e-6)
         assert not [key for key in row if key.startswith("mismatch/truncation")]
-        assert row["mismatch/kernel/drawn_differently"] == 0.0, "the keys, positions and order of the engine's own draws"
+        assert row["mismatch/kernel/drawn_differently"] == 0.0, (
+            "the keys, positions and order of the engine's own draws"
+        )
         assert 0.0 <= row["mismatch/noise/drawn_differently"] < 0.5
 
 

@@ -26,7 +26,8 @@ def poisoned():
 
 @pytest.mark.parametrize("form", ["bf16", "nvfp4", "fp8"])
 @pytest.mark.parametrize(
-    ("tokens", "vocabulary", "width", "temperature"), [(1, 151936, 896, 1.0), (2100, 4999, 896, 0.7), (300, 32064, 3584, 1.0)]
+    ("tokens", "vocabulary", "width", "temperature"),
+    [(1, 151936, 896, 1.0), (2100, 4999, 896, 0.7), (300, 32064, 3584, 1.0)],
 )
 def test_choices_are_those_of_the_logits(form, tokens, vocabulary, width, temperature):
     hidden = random(tokens, width, device=DEVICE, dtype=torch.bfloat16)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -57,5 +57,14 @@ class Wanted:
 
     def part(self, rows: slice) -> Wanted:
         """Views of some of the tokens."""
-        views = {field.name: getattr(self, field.name) for field in fields(self)}
-        return replace(self, **{name: None if value is None else value[rows] for name, value in views.items()})
+
+        def view(value_N: Tensor | None) -> Tensor | None:
+            return None if value_N is None else value_N[rows]
+
+        return Wanted(
+            top_N=self.top_N[rows],
+            top_logprobs_N=self.top_logprobs_N[rows],
+            uniform_N=view(self.uniform_N),
+            drawn_N=view(self.drawn_N),
+            drawn_logprobs_N=view(self.drawn_logprobs_N),
+        )
