@@ -1,13 +1,17 @@
 """Everything that is measured on a GPU machine, job by job: tests on the device, benchmarks, and the files under results/.
 
     python scripts/measure.py [JOBS.yaml] --out DIR [--gpus 0,1] [--seconds 1200] [--only NAME,NAME] [--kind tests,kernels] [--dry-run]
+    python scripts/measure.py [JOBS.yaml] --out DIR --collect results
 
-The list (default: benchmarks/jobs.yaml) says of each job its command, the seconds it may take, whether it needs a GPU to itself, what it needs beside
-the repository, and the files that it writes. Jobs begin in the list's order on the first GPU that is free; one that does not fit into what is left of
-`--seconds` is left out, and a later, shorter one may run. Jobs that need no GPU to themselves run beside each other, up to `--beside` on one.
+The list (default: benchmarks/jobs.yaml) says of each job its command, the seconds it may take, whether it needs a GPU or the whole machine to itself, what
+it needs beside the repository, and the files that it writes. Jobs begin in the list's order on the first GPU that is free; one that does not fit into what
+is left of `--seconds` is left out, and a later, shorter one may run. Jobs that need no GPU to themselves run beside each other, up to `--beside` on one.
 
 DIR/NAME holds a job's files (`$OUT` in its command), its output (log.txt) and job.json: command, commit, GPU, exit status, seconds. A job is killed with
 all it has started when its seconds are over; benchmarks write their files as they go. What job.json says ended well is not run again.
+
+At the end there is a table of the jobs, and of their files. `--collect` runs nothing: it copies the files that the jobs of DIR have written, those of jobs
+that were cut too, which it tells and writes into their `note`.
 Exit status 0: all that was asked for has ended well; 1: a job failed, was killed or was left out; 2: the list or an option is wrong; 130: Ctrl-C.
 """
 
@@ -18,12 +22,13 @@ import importlib.util
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
@@ -31,10 +36,12 @@ from typing import Any, NoReturn
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from qerl.errors import CheckpointError, nearest
-from qerl.model.locate import resolve_model_path
-
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from qerl.errors import CheckpointError, nearest  # noqa: E402
+from qerl.model.locate import resolve_model_path  # noqa: E402
+
 JOBS = ROOT / "benchmarks" / "jobs.yaml"
 
 
@@ -46,6 +53,7 @@ class Job(BaseModel):
         command: for bash, in the repository's root; `$OUT` is the job's folder, `python` this interpreter.
         seconds: limit.
         alone: needs a GPU to itself, because its times are reported.
+        quiet: needs the machine to itself, because the host's work is part of its times.
         models: checkpoints that must be there, by name.
         packages: modules that must be importable.
         writes: files of `$OUT` that belong into results/.
@@ -58,6 +66,7 @@ class Job(BaseModel):
     command: str
     seconds: float = Field(gt=0)
     alone: bool = True
+    quiet: bool = False
     models: tuple[str, ...] = ()
     packages: tuple[str, ...] = ()
     writes: tuple[str, ...] = ()
@@ -155,7 +164,9 @@ class Measurement:
                 self._waiting.remove(job)
                 self._tell(job, f"left out: it may take {job.seconds:g} s and {max(0, self._left()):.0f} are left")
                 continue
-            running = self._running[gpu]
+            running, elsewhere = self._running[gpu], [job for jobs in self._running.values() for job in jobs]
+            if elsewhere and (job.quiet or elsewhere[0].quiet):
+                return None
             if running and (job.alone or running[0].alone or len(running) >= self._beside):
                 return None
             self._waiting.remove(job)
@@ -229,19 +240,76 @@ def chosen(jobs: Sequence[Job], only: Sequence[str], kinds: Sequence[str]) -> li
     return [job for job in found if not kinds or job.kind in kinds]
 
 
-def ended_well(folder: Path) -> bool:
-    """Whether a job's record says so."""
+def how_ended(folder: Path) -> str:
+    """What a job's record says: "ok" if well."""
+    return str(record_of(folder).get("ended", "stopped from outside" if folder.is_dir() else "not run"))
+
+
+def record_of(folder: Path) -> dict[str, Any]:
+    """What a job says of itself when it has ended; empty if it has not."""
     try:
-        record: dict[str, Any] = json.loads((folder / "job.json").read_text())
+        record = json.loads((folder / "job.json").read_text())
     except (OSError, ValueError):
-        return False
-    return record.get("ended") == "ok"
+        return {}
+    return record if isinstance(record, dict) else {}
+
+
+def written(job: Job, out: Path) -> dict[str, dict[str, Any]]:
+    """Those of a job's files that are whole, by name."""
+    found = {}
+    for name in job.writes:
+        try:
+            content = json.loads((out / job.name / name).read_text())
+        except (OSError, ValueError):
+            continue
+        if isinstance(content, dict):
+            found[name] = content
+    return found
+
+
+def show(jobs: Sequence[Job], out: Path, ended: Mapping[str, str]) -> None:
+    """A line for each job: how it ended, seconds, the files that belong into results/."""
+    print(f"\n{'job':24} {'ended':26} {'seconds':>8}  files")
+    for job in jobs:
+        record = record_of(out / job.name)
+        how = ended.get(job.name) or how_ended(out / job.name)
+        files = ", ".join(written(job, out))
+        took = f"{record['took']:8.1f}" if "took" in record else f"{'':8}"
+        print(f"{job.name:24} {how.partition(':')[0]:26} {took}  {files}")
+
+
+def collect(jobs: Sequence[Job], out: Path, target: Path) -> bool:
+    """Copies the jobs' files into a folder; whether every one is there and of a job that ended well."""
+    target.mkdir(parents=True, exist_ok=True)
+    whole = True
+    for job in jobs:
+        how, files = how_ended(out / job.name), written(job, out)
+        for name in job.writes:
+            if name not in files:
+                print(f"{name}: missing ({job.name}: {how})")
+            elif how == "ok":
+                shutil.copyfile(out / job.name / name, target / name)
+                print(f"{name}: whole")
+            else:
+                cut = f"The job was cut ({how}): what is missing was not reached."
+                content = files[name]
+                content["note"] = " ".join(filter(None, (content.get("note"), cut)))
+                (target / name).write_text(json.dumps(content, indent=1) + "\n")
+                print(f"{name}: CUT ({how})")
+            whole = whole and name in files and how == "ok"
+    return whole
 
 
 def refuse(text: str) -> NoReturn:
     """One message, exit status 2."""
     print(f"error: {text}", file=sys.stderr)
     raise SystemExit(2)
+
+
+def seconds_of(jobs: Sequence[Job]) -> str:
+    """Their limits, in words."""
+    alone, beside = (sum(job.seconds for job in jobs if job.alone == way) for way in (True, False))
+    return f"{alone:g} s of GPUs alone, {beside:g} s beside each other"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -255,15 +323,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", default="", metavar="NAME,NAME", help="these jobs, in this order")
     parser.add_argument("--kind", default="", metavar="KIND,KIND")
     parser.add_argument("--dry-run", action="store_true", help="print what would run")
+    parser.add_argument("--collect", type=Path, metavar="FOLDER", help="run nothing, copy files of jobs into a folder")
     options = parser.parse_args(arguments)
     names = [[name for name in text.split(",") if name] for text in (options.only, options.kind, options.gpus)]
     if not names[2] or options.beside < 1:
         refuse("--gpus needs a number at least, and --beside one job")
-    jobs = chosen(read_jobs(options.jobs), names[0], names[1])
+    every = jobs = chosen(read_jobs(options.jobs), names[0], names[1])
+    if options.collect is not None:
+        return int(not collect(jobs, options.out, options.collect))
+    jobs = list(every)
     left_out = {}
     for job in list(jobs):
         lacks = job.lacks()
-        if ended_well(options.out / job.name):
+        if how_ended(options.out / job.name) == "ok":
             print(f"{job.name}: has ended well already")
         elif lacks:
             left_out[job.name] = f"left out: no {', no '.join(lacks)} here"
@@ -273,15 +345,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         jobs.remove(job)
     if options.dry_run:
         for job in jobs:
-            print(f"{job.name}: {job.seconds:g} s{' alone' if job.alone else ''}: {job.command.strip()}")
-        alone = sum(job.seconds for job in jobs if job.alone)
-        print(f"{alone:g} s of GPUs alone, {sum(job.seconds for job in jobs) - alone:g} s beside each other")
+            way = " with the machine to itself" if job.quiet else " alone" if job.alone else ""
+            print(f"{job.name}: {job.seconds:g} s{way}: {job.command.strip()}")
+        for kind in dict.fromkeys(job.kind for job in jobs):
+            print(f"{kind}: {seconds_of([job for job in jobs if job.kind == kind])}")
+        print(f"in all: {seconds_of(jobs)}")
         return 0
+    measurement = Measurement(jobs, options.out, names[2], options.seconds, options.beside)
     try:
-        ended = left_out | Measurement(jobs, options.out, names[2], options.seconds, options.beside).run()
+        measurement.run()
     except KeyboardInterrupt:
         print("stopped; the same command goes on with the jobs that have not ended well", file=sys.stderr)
         return 130
+    finally:
+        ended = left_out | measurement.ended
+        show(every, options.out, ended)
     return int(any(how != "ok" for how in ended.values()))
 
 

@@ -94,6 +94,49 @@ def test_jobs_alone_have_a_gpu_to_themselves_and_others_share_one(run, tmp_path)
     assert records["c"]["gpu"] == "1" and {records[name]["gpu"] for name in alone} == {"0", "1"}
 
 
+def test_a_quiet_job_has_the_machine_to_itself_and_no_later_one_goes_before_it(run, tmp_path):
+    note = "touch {0}/on/{1}; sleep .2; ls {0}/on > $OUT/seen; rm {0}/on/{1}"
+    (tmp_path / "on").mkdir()
+    jobs = [
+        {"name": name, "command": note.format(tmp_path, name), "alone": False, "quiet": name == "quiet"}
+        for name in ("a", "b", "quiet", "c", "d")
+    ]
+    status, _, _ = run(jobs, "--gpus", "0,1", "--beside", "1")
+    seen = {job["name"]: (tmp_path / "out" / job["name"] / "seen").read_text().split() for job in jobs}
+    assert status == 0 and seen["quiet"] == ["quiet"]
+    assert {*seen["a"], *seen["b"]} == {"a", "b"} and {*seen["c"], *seen["d"]} == {"c", "d"}
+
+
+def test_files_are_collected_and_those_of_jobs_that_were_cut_say_so(run, tmp_path):
+    jobs = [
+        {"name": "good", "command": "echo '{\"rows\": 1}' > $OUT/good.json", "writes": ["good.json"]},
+        {
+            "name": "cut",
+            "command": 'echo \'{"rows": 2, "note": "Own."}\' > $OUT/cut.json; echo \'{\' > $OUT/half.json; sleep 9',
+            "writes": ["cut.json", "half.json"],
+            "seconds": 0.3,
+        },
+        {"name": "late", "command": "true", "writes": ["late.json"], "seconds": 30},
+    ]
+    status, told, _ = run(jobs, "--seconds", "25")
+    table = [line.split() for line in told.partition("files\n")[2].splitlines()]
+    assert status == 1 and [(row[0], row[1]) for row in table] == [("good", "ok"), ("cut", "killed"), ("late", "left")]
+    assert table[0][-1] == "good.json" and table[1][-1] == "cut.json"
+    target = tmp_path / "results"
+    status, told, _ = run(jobs, "--collect", str(target))
+    assert status == 1 and told.splitlines() == [
+        "good.json: whole",
+        "cut.json: CUT (killed after 0.3 s)",
+        "half.json: missing (cut: killed after 0.3 s)",
+        "late.json: missing (late: not run)",
+    ]
+    assert sorted(path.name for path in target.iterdir()) == ["cut.json", "good.json"]
+    assert json.loads((target / "cut.json").read_text())["note"] == (
+        "Own. The job was cut (killed after 0.3 s): what is missing was not reached."
+    )
+    assert run(jobs, "--only", "good", "--collect", str(target))[0] == 0
+
+
 def test_needs_are_looked_for_before_anything_runs(run):
     jobs = [
         {"name": "model", "command": "true", "models": ["no-such-model"]},
@@ -108,9 +151,13 @@ def test_needs_are_looked_for_before_anything_runs(run):
 
 def test_names_and_kinds_choose_and_a_dry_run_runs_nothing(run, tmp_path):
     jobs = [{"name": name, "command": f"touch {tmp_path}/{name}", "kind": kind} for name, kind in ("ax", "by", "cx")]
+    jobs[2]["alone"] = False
     _, told, records = run(jobs, "--only", "c,a", "--dry-run")
     assert [line.split(":")[0] for line in told.splitlines()[:2]] == ["c", "a"] and not records
-    assert "40 s of GPUs alone, 0 s beside each other" in told
+    assert told.splitlines()[2:] == [
+        "x: 20 s of GPUs alone, 20 s beside each other",
+        "in all: 20 s of GPUs alone, 20 s beside each other",
+    ]
     assert run(jobs, "--kind", "y")[2].keys() == {"b"}
 
 
