@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, median, variance
 from typing import Any
@@ -216,12 +217,12 @@ def _targets(seeds: Sequence[SeedRow]) -> dict[str, TargetRow]:
 
 
 def _with_front(arms: Sequence[ArmRow]) -> list[ArmRow]:
-    """Marks the arms on the front of accuracy (mean over seeds), device-seconds and peak memory."""
+    """Marks the arms on the front of accuracy (mean over seeds), device-seconds and peak memory. One arm alone that has all three is
+    on none: it beats nobody."""
     points = [(None if arm.after is None else -arm.after.mean, arm.device_seconds, arm.peak_bytes) for arm in arms]
-    return [
-        ArmRow(**{**{name: getattr(arm, name) for name in ArmRow.__slots__}, "on_front": on_front})
-        for arm, on_front in zip(arms, pareto_front(points), strict=True)
-    ]
+    if sum(None not in point for point in points) < 2:
+        return list(arms)
+    return [replace(arm, on_front=on_front) for arm, on_front in zip(arms, pareto_front(points), strict=True)]
 
 
 def _curves(by_arm: Mapping[str, Sequence[Cell]], arms: Sequence[ArmRow]) -> dict[str, tuple[Curve, ...]]:

@@ -260,9 +260,9 @@ def _mean_curve(curves: Sequence[Curve]) -> tuple[list[float], list[float]]:
 
 
 def _front(comparison: Comparison, prefix: str) -> Panel | None:
-    """Accuracy over time, with memory as the size of the mark."""
+    """Accuracy over time, with memory as the size of the mark; none of one arm alone."""
     arms = [arm for arm in comparison.arms if arm.after is not None and arm.device_seconds]
-    if not arms:
+    if len(arms) < 2:
         return None
     figure = new_figure(
         xaxis={"title": f"{comparison.time_name}, whole run", "showgrid": True, "rangemode": "tozero"},

@@ -128,3 +128,16 @@ def test_a_target_that_cells_without_times_have_reached_is_reached():
     assert row_of(alone, "A")["seconds of training (CPU) to 45 %"] == "800 (2 of 3)"
     late = compared(reaching("a", 0, 0.46, 950.0))
     assert row_of(late, "A")["seconds of training (CPU) to 45 %"].endswith("(0 of 1)"), "beyond the budget"
+
+
+def timed(arm, after, seconds):
+    facts = {"train_seconds": seconds, "peak_memory": {"of": "process, resident", "bytes": 1e9}}
+    return cell(arm, 0, after, **facts)
+
+
+def test_one_arm_alone_with_times_is_on_no_front():
+    """The others shared their device: it was called the front, though nothing is known of them."""
+    alone = compared(timed("a", 0.30, 100.0), timed("b", 0.40, None))
+    assert not any(arm.on_front for arm in alone.arms) and "Accuracy, time and memory" not in render_arms([alone])
+    both = compared(timed("a", 0.30, 100.0), timed("b", 0.40, 90.0))
+    assert [arm.on_front for arm in both.arms] == [False, True] and "Accuracy, time and memory" in render_arms([both])
