@@ -89,6 +89,7 @@ class Bench:
         self.out = out
         self.rows: list[dict[str, Any]] = []
         self.failed: list[dict[str, str]] = []
+        self.not_reached: list[str] = []
         self.copy_rate, self.matrix_rate = self._rates()
         self.facts = {
             "kernels": list(kernels),
@@ -176,11 +177,13 @@ class Bench:
         if time.monotonic() <= self.until:
             return True
         print(f"the time is over before {what}", flush=True)
+        self.not_reached.append(what)
+        self.write()
         return False
 
     def write(self) -> None:
         if self.out:
-            write_result(self.out, **self.facts, rows=self.rows, failed=self.failed)
+            write_result(self.out, **self.facts, rows=self.rows, failed=self.failed, not_reached=self.not_reached)
 
     def _row(
         self,

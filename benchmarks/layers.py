@@ -113,7 +113,7 @@ def over_bf16(rows: dict[str, Any]) -> dict[str, dict[str, float]]:
     for name, row in rows.items():
         _, _, shape = name.split(" ", 2)
         theirs = rows.get(f"{name.split(' ', 1)[0]} bf16 {shape}")
-        if theirs is not None and theirs is not row:
+        if theirs is not None and theirs is not row and "skipped" not in {*row, *theirs}:
             found[name] = {
                 f"{way} of {what}": row[f"{what}_ms"][way] / theirs[f"{what}_ms"][way] - 1
                 for what in ("layer", "whole_model")
@@ -142,12 +142,13 @@ def main() -> None:
         shown = replace(spec, num_layers=max(FEW + 1, arguments.layers))
         model = random_model(shown, format=format, device=device, dtype=torch.bfloat16)
         for shape in arguments.shapes.split(","):
-            if time.perf_counter() - began > arguments.seconds:
-                continue
-            clear(device)
-            batch = micro_batch(arguments.size, shape, device, tiny=arguments.tiny)
             name = f"{arguments.size} {format} {shape}"
-            rows[name] = measure(model, batch, arguments.checkpointing, spec.num_layers)
+            if time.perf_counter() - began > arguments.seconds:
+                rows[name] = {"skipped": f"not reached in {arguments.seconds:g} s"}
+            else:
+                clear(device)
+                batch = micro_batch(arguments.size, shape, device, tiny=arguments.tiny)
+                rows[name] = measure(model, batch, arguments.checkpointing, spec.num_layers)
             print(f"{name}: {json.dumps(rows[name])}", flush=True)
             if arguments.out is not None:
                 write_result(arguments.out, facts=known, rows=rows, over_bf16=over_bf16(rows))

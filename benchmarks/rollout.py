@@ -163,6 +163,7 @@ def steps(
         "of_floor": floor / ms,
         "peak_gb": torch.cuda.max_memory_allocated() / 1e9 if cuda else None,
         "first_call_graph_seconds": first["graph_seconds"],
+        "first_call_seconds": first["seconds"],
         **(
             {}
             if workspace is None or (bare and together)
@@ -278,12 +279,25 @@ def main() -> None:
     arguments = parser.parse_args()
     require_gpu(tiny=arguments.tiny or bool(arguments.model))
     cells: list[dict[str, Any]] = []
+    missing: list[str] = []
+
+    def write() -> None:
+        if arguments.out:
+            note = {"note": f"not reached in {arguments.seconds:g} s: {'; '.join(missing)}"} if missing else {}
+            write_result(arguments.out, **note, anchors=ANCHORS, cells=cells)
 
     def add(cell: dict[str, Any]) -> None:
         cells.append(cell)
         show(cell, started)
-        if arguments.out:
-            write_result(arguments.out, anchors=ANCHORS, cells=cells)
+        write()
+
+    def reached(cell: str) -> bool:
+        if time.perf_counter() - started < arguments.seconds:
+            return True
+        missing.append(cell)
+        print(f"not reached: {cell}", flush=True)
+        write()
+        return False
 
     if arguments.model:
         add(real(arguments.model, arguments.data, arguments.prompts, arguments.answer, arguments.settings))
@@ -312,7 +326,7 @@ def main() -> None:
                 "rank": arguments.rank,
             }
             for sequences, together in cells_of(arguments, scope):
-                if time.perf_counter() - started < arguments.seconds:
+                if reached(f"{format}/{head_format}, noise {scope}, {sequences}{' together' * together}"):
                     protocol = {"prompt": arguments.prompt, "new": arguments.new, "together": together}
                     add(
                         {
@@ -320,7 +334,7 @@ def main() -> None:
                             **steps(model, noise, sequences, calls=arguments.calls, bare=arguments.bare, **protocol),
                         }
                     )
-            if arguments.realistic and time.perf_counter() - started < arguments.seconds:
+            if arguments.realistic and reached(f"{format}/{head_format}, noise {scope}, realistic"):
                 add({**head, "realistic": realistic(model, noise, arguments.calls)})
         del model
         gc.collect()

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import typer
+import yaml
 
 from qerl.cli import app
 
@@ -62,6 +63,11 @@ def problems(text: str) -> list[str]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_commands_of_pages_have_options_that_exist(page):
     assert problems(page.read_text(encoding="utf-8")) == []
+
+
+def test_commands_of_the_list_of_measurements_have_options_that_exist():
+    jobs = yaml.safe_load((ROOT / "benchmarks" / "jobs.yaml").read_text())["jobs"]
+    assert [found for job in jobs for found in problems(job["command"])] == []
 
 
 @pytest.mark.parametrize(
