@@ -56,7 +56,10 @@ SUMMED_UP = (
     "time/step", *(f"time/{stage}" for stage in STAGES), "rollout/tokens_per_second", "tokens/prompt", "tokens/completion", "tokens/effective",
     "sampling/sampling_logp_difference/mean", "mean_abs_prob_difference",
 )  # fmt: skip
-KEPT = (*SUMMED_UP, "step", "aqn/sigma", "canary/engine_difference", "canary/adapter_effect")
+KEPT = (
+    *SUMMED_UP, "step", "aqn/sigma", "canary/engine_difference", "canary/adapter_effect",
+    *(f"canary/own/{name}" for name in ("engine_difference", "adapters_effect", "adapters_share", "noise_effect", "noise_share")),
+)  # fmt: skip
 STOPS = 400
 """Tokens that end an answer: one of about 380 of a vocabulary of 151,936."""
 LETTERS = str.maketrans("0123456789", "abcdefghij")

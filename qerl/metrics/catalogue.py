@@ -15,6 +15,7 @@ from functools import cache
 
 from qerl.errors import nearest
 from qerl.metrics.diagnostics_catalogue import DIAGNOSTICS
+from qerl.metrics.machine_catalogue import MACHINE
 from qerl.metrics.metric import Alarm, Metric, Severity, section
 from qerl.metrics.noise_catalogue import AQN
 
@@ -230,58 +231,6 @@ _EVAL = section(
     ),
 )
 
-_TIME = section(
-    "Time",
-    ("time/rollout", "seconds", "Generating the answers."),
-    ("time/reward", "seconds", "Scoring them."),
-    ("time/logprobs", "seconds", "Packing, and log-prob passes without gradient (recomputed denominator, reference)."),
-    ("time/backward", "seconds", "Forward and backward passes of the loss."),
-    ("time/optimizer", "seconds", "Gradient clipping and optimizer updates."),
-    (
-        "time/noise",
-        "seconds",
-        (
-            "Drawing the noise of scope rollout, calibrating a stage, the controller, and checking that the clean scales are what they "
-            "were. Draws of other scopes are part of the passes that see them."
-        ),
-    ),
-    (
-        "time/diagnostics",
-        "seconds",
-        "Measurements that learning does not need: probe set, mismatch by cause, output perturbations, canary.",
-    ),
-    ("time/evaluate", "seconds", "Held-out evaluation, where this step has one."),
-    ("time/save", "seconds", "Writing records, adapters and checkpoints."),
-    ("time/step", "seconds", "The step by the wall clock, without its evaluation and its checkpoint."),
-    (
-        "time/elapsed",
-        "seconds",
-        "Since the run began: set-up, steps, evaluations (this step's included) and saving; the time between a stop and a resume is not.",
-    ),
-    kind="timing",
-)
-
-_THROUGHPUT = section(
-    "Throughput",
-    ("tokens_per_second", "tokens/s", "Prompt and answer tokens of the step over `time/step`."),
-    ("rollout/tokens_per_second", "tokens/s", "Answer tokens over `time/rollout`."),
-    kind="throughput",
-)
-
-_MEMORY = section(
-    "Memory",
-    ("memory/rss_gb", "GB", "Peak resident memory of the process so far (1 GB = 1e9 bytes)."),
-    ("memory/allocated_gb", "GB", "Peak of tensors allocated on the GPU so far."),
-    ("memory/reserved_gb", "GB", "Peak of memory reserved on the GPU so far."),
-    (
-        "memory/{stage}/allocated_gb",
-        "GB",
-        "Peak of tensors allocated on the GPU in one stage of the step (those of `time/`).",
-    ),
-    ("memory/{stage}/reserved_gb", "GB", "Peak of memory reserved on the GPU in one stage of the step."),
-    kind="memory",
-)
-
 METRICS: tuple[Metric, ...] = (
     *_PROGRESS,
     *_REWARD,
@@ -293,9 +242,7 @@ METRICS: tuple[Metric, ...] = (
     *DIAGNOSTICS,
     *AQN,
     *_EVAL,
-    *_TIME,
-    *_THROUGHPUT,
-    *_MEMORY,
+    *MACHINE,
 )
 """All metrics, in the order of the documentation."""
 

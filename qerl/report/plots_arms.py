@@ -303,7 +303,7 @@ def _stages(comparison: Comparison, prefix: str) -> Panel | None:
         yaxis={"autorange": "reversed", "showgrid": False, "tickfont": {"color": "var(--ink)"}},
     )
     figure.update_layout(barmode="stack", bargap=0.35, hovermode="closest")
-    for stage, color in zip(STAGES, STAGE_COLORS, strict=False):
+    for stage, color in zip(STAGES, STAGE_COLORS, strict=True):
         seconds = [comparison.stage_seconds[arm.key].get(stage, 0.0) for arm in arms]
         if any(seconds):
             figure.add_bar(

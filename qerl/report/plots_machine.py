@@ -6,8 +6,19 @@ from qerl.metrics.catalogue import ALARMS
 from qerl.report.collect import RunData, memory_owners
 from qerl.report.plot_parts import SMOOTH_FROM, Panel, add_level, add_line, binned, log_axis, new_figure, rounded
 
-STAGES = ("rollout", "reward", "logprobs", "backward", "optimizer", "noise", "diagnostics", "save", "evaluate")
-STAGE_COLORS = ("blue", "teal", "violet", "amber", "red", "green", "brown", "slate", "pink")
+STAGES = (
+    "rollout",
+    "switch",
+    "reward",
+    "logprobs",
+    "backward",
+    "optimizer",
+    "noise",
+    "diagnostics",
+    "save",
+    "evaluate",
+)
+STAGE_COLORS = ("blue", "olive", "teal", "violet", "amber", "red", "green", "brown", "slate", "pink")
 MOST_BARS = 120
 """Steps are averaged into at most this many bars."""
 

@@ -5,8 +5,9 @@ eta T seconds more (or less, eta < 0) for everything else:
 
     S = 1 / ((1 - f) + f / s + eta)          it pays while eta < f (1 - 1/s)
 
-So f = .7, s = 1.5 gives 1.30, with eta = .2 no more than 1.03; f = .4 and eta = .2 make a loss, .94. Only runs that did the same work
-have a speed-up: where tokens differ, the other run's seconds are scaled to the baseline's tokens, stage by stage, and that is said.
+So f = .7, s = 1.5 gives 1.30, with eta = .2 no more than 1.03; f = .4 and eta = .2 make a loss, .94. Changing over between engine and
+trainer is no part of generation: it is in eta, once. Only runs that did the same work have a speed-up: where tokens differ, the other run's
+seconds are scaled to the baseline's tokens, stage by stage (changing over, which moves memory and no tokens, as it is), and that is said.
 """
 
 from __future__ import annotations
@@ -60,6 +61,8 @@ class Comparison:
     """s: the baseline's generation time over this run's, at equal tokens."""
     overhead: float
     """eta: what the rest takes more than in the baseline, over the baseline's step, at equal tokens."""
+    switch: float
+    """Of eta, what changing over between engine and trainer takes more."""
     prompt_tokens: tuple[float, float]
     """A step, (this run, baseline)."""
     completion_tokens: tuple[float, float]
@@ -100,6 +103,7 @@ def compare_speed(run: RunData, baseline: RunData) -> Comparison:
     rows, base_rows = [ours[step] for step in steps], [theirs[step] for step in steps]
     total, base_total = _median(rows, "time/step"), _median(base_rows, "time/step")
     rollout, base_rollout = _median(rows, "time/rollout"), _median(base_rows, "time/rollout")
+    switch, base_switch = _median(rows, "time/switch"), _median(base_rows, "time/switch")
     prompt = (_sum(rows, "tokens/prompt") / len(steps), _sum(base_rows, "tokens/prompt") / len(steps))
     completion = (_sum(rows, "tokens/completion") / len(steps), _sum(base_rows, "tokens/completion") / len(steps))
     differences = _differences(run, baseline, prompt, completion)
@@ -112,7 +116,8 @@ def compare_speed(run: RunData, baseline: RunData) -> Comparison:
         baseline_seconds=base_total,
         fraction=base_rollout / base_total,
         stage=base_rollout / (rollout * generated),
-        overhead=((total - rollout) * seen - (base_total - base_rollout)) / base_total,
+        overhead=((total - rollout - switch) * seen + switch - (base_total - base_rollout)) / base_total,
+        switch=(switch - base_switch) / base_total,
         prompt_tokens=prompt,
         completion_tokens=completion,
         differences=differences,
@@ -127,6 +132,7 @@ def comparison_rows(found: Comparison) -> list[tuple[str, str]]:
         ("f, generation's share of the baseline's step", f"{found.fraction:.3f}"),
         ("s, generation is faster by", f"{found.stage:.3f}"),
         ("eta, what the rest takes more", f"{found.overhead:+.3f} of the baseline's step"),
+        ("of it, changing over between engine and trainer", f"{found.switch:+.3f}"),
     ]
     if found.same_work:
         rows.append(("speed-up end to end, by the clock", f"{found.measured:.3f}"))
@@ -171,7 +177,8 @@ def _by_step(run: RunData) -> dict[int, dict[str, float]]:
 
 
 def _median(rows: Sequence[dict[str, float]], key: str) -> float:
-    values = sorted(float(row[key]) for row in rows)
+    """Of a stage; runs from before it was timed have none of it."""
+    values = sorted(float(row.get(key, 0.0)) for row in rows)
     middle = len(values) // 2
     return values[middle] if len(values) % 2 else (values[middle - 1] + values[middle]) / 2
 

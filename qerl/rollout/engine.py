@@ -259,9 +259,14 @@ class Engine:
         )
 
     def release(self) -> None:
-        """Give back the memory of keys and values, and of captured steps where these cannot be kept; the next call has it again."""
+        """Give back the memory of keys and values, and of captured steps where these cannot be kept; `take`, or the next call, has it again."""
         if self._workspace is not None and not self._workspace.cache.give_back():
             self._workspace = None
+
+    def take(self) -> None:
+        """Have the memory that `release` gave back again, where captured steps wait for it; else the next call makes it."""
+        if self._workspace is not None:
+            self._workspace.cache.take()
 
     def _workspace_for(self, rows: int, prompt: int, answer: int) -> Workspace:
         """Memory for so many rows of at most ``prompt + answer`` tokens: that of the last call, where it is kept and suffices."""

@@ -114,13 +114,16 @@ class Trainer:
             )
         with timer.stage("save"):
             self.keep_adapter()
+        with timer.stage("switch"):
+            self.session.engine.take()
         collected = collect(config, lambda count, first_key: self.draw(count, first_key, policy))
         rollout, groups, batch = collected.rollout, collected.groups, collected.batch
         with timer.stage("noise"):
             assert_clean_scales(self.session.model, policy)
         if config.rollout.keep_cache == "off":
-            self.session.engine.release()
-            memory.return_unused(self.session.device)
+            with timer.stage("switch"):
+                self.session.engine.release()
+                memory.return_unused(self.session.device)
         with timer.stage("diagnostics"):
             measured = self.diagnostics.before_updates(rollout, groups, policy)
         values = advantages([[s.reward for s in group.scores] for group in batch], config.objective.advantage)

@@ -11,8 +11,19 @@ import torch
 
 from qerl.memory import PhasePeaks
 
-STAGES = ("rollout", "reward", "logprobs", "backward", "optimizer", "noise", "diagnostics", "evaluate", "save")
-"""Stages that a step is divided into; what is left of ``time/step`` is bookkeeping."""
+STAGES = (
+    "switch",
+    "rollout",
+    "reward",
+    "logprobs",
+    "backward",
+    "optimizer",
+    "noise",
+    "diagnostics",
+    "evaluate",
+    "save",
+)
+"""Stages that a step is divided into, none of which holds another; what is left of ``time/step`` is bookkeeping."""
 
 
 class StageTimer:

@@ -266,7 +266,7 @@ def _gain_eaten(config: Config, early: Sequence[Metrics], late: Sequence[Metrics
     return Notice(key=f"gain_eaten/{stage}", text=f"{start}{_eaten_by(config, stage)} ({_percent(share)} of the step).")
 
 
-_SWITCHING = ("noise", "save", "diagnostics")
+_SWITCHING = ("noise", "save", "diagnostics", "switch")
 _STAGES = ("rollout", "reward", "logprobs", "backward", "optimizer", *_SWITCHING)
 
 
@@ -278,6 +278,8 @@ def _slowest_growth(early: Sequence[Metrics], late: Sequence[Metrics], step_seco
 
 
 def _eaten_by(config: Config, stage: str) -> str:
+    if stage == "switch":
+        return "changing over between engine and trainer (stage switch) ate the gain; rollout.keep_cache=on has none of it where memory suffices"
     if stage in _SWITCHING:
         return f"switching between sampling and learning (stage {stage}) ate the gain; save or measure less often"
     if stage in ("logprobs", "backward") and config.quant.format != "bf16":

@@ -2,6 +2,7 @@
 
 import json
 import math
+import time
 from dataclasses import asdict
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from qerl.metrics.run_dir import RunDir
 from qerl.model.aqn import NoiseState
 from qerl.rollout.engine import Engine
 from qerl.train.run import train
+from qerl.train.timing import STAGES
 
 BASE = [
     "model.path=demo",
@@ -104,6 +106,24 @@ def test_a_killed_run_resumes_from_its_last_checkpoint(run, monkeypatch):
         run("killed", "train.save_every=1")
     monkeypatch.undo()
     assert reproducible(run("killed", "train.save_every=1", resume=True)) == reproducible(whole)
+
+
+@pytest.mark.parametrize("keep", ["on", "off"])
+def test_changing_over_is_a_stage_of_its_own_and_counted_once(run, monkeypatch, keep):
+    """Both ways take .2 s here: none of it is generation's, and stages add up to no more than the step."""
+
+    def slow(self):
+        time.sleep(0.2)
+
+    monkeypatch.setattr(Engine, "take", slow)
+    monkeypatch.setattr(Engine, "release", slow)
+    row = run(
+        "slow", "train.steps=1", "eval.before=false", "eval.after=false", f"rollout.keep_cache={keep}"
+    ).read_metrics()[0]
+    assert row["time/switch"] == pytest.approx(0.4 if keep == "off" else 0.2, abs=0.05)
+    inside = [row[f"time/{stage}"] for stage in STAGES if stage not in ("evaluate", "save")]
+    assert sum(inside) <= row["time/step"]
+    assert row["rollout/tokens_per_second"] > row["tokens/completion"] / (row["time/rollout"] + 0.01)
 
 
 def test_sigma_zero_is_bit_identical_to_noise_off(run):

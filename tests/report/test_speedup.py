@@ -25,10 +25,11 @@ def test_at_break_even_nothing_is_gained(fraction, stage):
 
 
 def steps(*rows):
-    """Metrics of steps from (seconds, of them generating, prompt tokens, answer tokens); the first is a warm-up."""
-    keys = ("time/step", "time/rollout", "tokens/prompt", "tokens/completion")
+    """Metrics of steps from (seconds, of them generating, prompt tokens, answer tokens[, of the seconds changing over]); the first is a
+    warm-up."""
+    keys = ("time/step", "time/rollout", "tokens/prompt", "tokens/completion", "time/switch")
     return [
-        {"step": index + 1, **dict(zip(keys, row, strict=True))} for index, row in enumerate([(99, 90, 1, 1), *rows])
+        {"step": index + 1, **dict(zip(keys, row, strict=False))} for index, row in enumerate([(99, 90, 1, 1), *rows])
     ]
 
 
@@ -58,6 +59,21 @@ def test_a_run_whose_overhead_ate_the_gain_does_not_pay(run, baseline):
     slow = dataclasses.replace(run, metrics=steps((11, 4, 100, 1000)))
     found = compare_speed(slow, baseline)
     assert found.measured < 1 and "does not pay" in dict(comparison_rows(found))["break-even"]
+
+
+def test_changing_over_is_in_eta_once(run, baseline):
+    """System arithmetic: f .7 and s 1.75; 1 s of 8 is changing over, which the baseline does not do."""
+    found = compare_speed(dataclasses.replace(run, metrics=steps((8, 4, 100, 1000, 1))), baseline)
+    assert (found.fraction, found.stage, found.overhead, found.switch) == pytest.approx((0.7, 1.75, 0.1, 0.1))
+    assert found.measured == found.predicted == pytest.approx(1.25)
+    assert ("of it, changing over between engine and trainer", "+0.100") in comparison_rows(found)
+    # Without it the step would take 7 s, and eta be 0.
+    quick = compare_speed(dataclasses.replace(run, metrics=steps((7, 4, 100, 1000, 0))), baseline)
+    assert (quick.overhead, quick.switch, quick.predicted) == pytest.approx((0.0, 0.0, 10 / 7))
+    # Half the tokens in half the time, but for changing over, which takes what it takes: at the baseline's tokens 4 + 3 + 1 s.
+    short = compare_speed(dataclasses.replace(run, metrics=steps((4.5, 2, 50, 500, 1))), baseline)
+    assert (short.stage, short.overhead) == pytest.approx((1.75, (2.5 - 1) * 2 / 10 + 0.1 - 0.3))
+    assert short.predicted == pytest.approx(10 / 8)
 
 
 def test_runs_with_other_token_workloads_have_no_speed_up_and_say_so(run, baseline):

@@ -152,10 +152,13 @@ def test_memory_that_is_lent_comes_back_where_it_was(model, tokenizer, monkeypat
     expected, _ = Engine(model, tokenizer).generate(make_prompts(RAGGED), SPEC, group_size=GROUP)
     assert_same_answers(engine.generate(make_prompts(RAGGED), SPEC, group_size=GROUP)[0], expected)
     kept = engine._workspace
-    for _ in range(2):
+    for early in (False, True):
         engine.release()
         assert not kept.cache.there
         assert all(bool(torch.isnan(slab.float()).all()) for pair in kept.cache.slabs for slab in pair)
+        if early:
+            engine.take()
+            assert kept.cache.there
         assert_same_answers(engine.generate(make_prompts(RAGGED), SPEC, group_size=GROUP)[0], expected)
         assert engine._workspace is kept
         assert kept.cache.there

@@ -28,6 +28,7 @@ HEALTHY = {
     "time/rollout": 6.0,
     "time/backward": 3.0,
     "time/noise": 0.1,
+    "time/switch": 0.0,
 }
 
 
@@ -144,6 +145,7 @@ MORE_MIXED = {"groups/mixed": 0.72, "time/step": 14.0}
         ({"time/backward": 7.0}, ["quant.format=nvfp4"], "backward", "dequantizing nvfp4 weights"),
         ({"time/backward": 7.0}, ["quant.format=bf16"], "backward", "stage backward ate the gain"),
         ({"time/noise": 4.1}, [], "noise", "switching between sampling and learning"),
+        ({"time/switch": 4.0}, [], "switch", "changing over between engine and trainer"),
         ({"time/rollout": 10.0}, [], "rollout", "stage rollout ate the gain"),
         ({"time/rollout": 10.0, "tokens/completion": 1600}, [], "length", "1000 to 1600 tokens"),
     ],
