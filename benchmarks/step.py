@@ -12,7 +12,7 @@ speed-up of NVFP4 over BF16, by the clock and from parts. ``capped``: the same i
 the same cap. ``--most-new 7B=512`` shortens the answers of whole steps; under a cap there is still room for all of their tokens and
 the update is made from answers as long as they may be, only fewer tokens are sampled.
 
-Every row names its command, commit, torch and device. ``--add`` keeps the rows of earlier outputs, the last of one name, and a row that is measured
+Every row names its command, commit, torch and device. ``--add`` keeps the rows (and notes) of earlier outputs, the last of one name, and a row that is measured
 now takes the place of one that was added; the second form only puts outputs together, and needs no GPU. A speed-up is of two rows of one commit.
 
 Times are by the host's clock between synchronizations; ``repeats`` says of how many updates or steps a figure is. Operations are counted as 4 P T + 4 P_head T_answer + attention (a frozen
@@ -106,6 +106,7 @@ class Bench:
         self.device, self.tiny, self.most_new = device, tiny, most_new
         self.end = time.perf_counter() + seconds
         self.rows: dict[str, Any] = {}
+        self.notes: list[str] = []
         self.prompt, self.answer = (4, 12) if tiny else (PROMPT, ANSWER)
 
     def run(self, case: Case) -> None:
@@ -137,6 +138,7 @@ class Bench:
     def add(self, path: Path) -> None:
         """The rows of an earlier output, each with what it was made by."""
         content = json.loads(path.read_text())
+        self.notes += [note for note in [content.get("note")] if note and note not in self.notes]
         environment = content.get("environment", {})
         gpus, facts = environment.get("gpus"), content.get("facts", {})
         known = {
@@ -261,8 +263,9 @@ def main() -> None:
 
     def write() -> None:
         if arguments.out is not None:
+            note = {"note": " ".join(bench.notes)} if bench.notes else {}
             more = {"speed_up_of_nvfp4_over_bf16": bench.speed_ups()}
-            write_result(arguments.out, facts=known, rows=bench.rows, **more)
+            write_result(arguments.out, **note, facts=known, rows=bench.rows, **more)
 
     if arguments.add:
         write()
