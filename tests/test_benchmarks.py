@@ -27,7 +27,9 @@ def test_the_step_benchmark_runs_every_kind_of_case_in_toy_shapes(tmp_path):
         "14B nvfp4": {"skipped": "x"},
     }
     facts = {"torch": "2.0", "device": "H200", "commit": "def"}
-    (tmp_path / "older.json").write_text(json.dumps({"command": "earlier", "note": "N.", "facts": facts, "rows": older}))
+    (tmp_path / "older.json").write_text(
+        json.dumps({"command": "earlier", "note": "N.", "facts": facts, "rows": older})
+    )
     command = [sys.executable, "-m", "qerl", "bench", "step", "--tiny", "--sizes", "7B,32B,1.5B"]
     command += ["--out", str(tmp_path / "step.json"), "--add", str(tmp_path / "older.json")]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
