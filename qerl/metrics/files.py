@@ -11,7 +11,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -127,10 +127,12 @@ def _is_alive(number: int) -> bool:
 
 @contextmanager
 def _alone_in(folder: Path) -> Iterator[None]:
-    """No other process or thread replaces a folder in ``folder`` meanwhile."""
+    """No other process or thread replaces a folder in ``folder`` meanwhile, where the file system locks folders."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        wait_for_lock(descriptor)
+        # A network's may refuse to lock what is open for reading alone, with one of several numbers. What is written is no worse for it.
+        with suppress(OSError):
+            wait_for_lock(descriptor)
         yield
     finally:
         os.close(descriptor)
@@ -142,12 +144,14 @@ def wait_for_lock(file: int) -> None:
 
     Args:
         file: descriptor of a file or a folder.
+
+    Raises:
+        OSError: the system refuses for another reason.
     """
     try:
         fcntl.flock(file, fcntl.LOCK_EX)
     except OSError as error:
-        # A network's file system may refuse to lock what is open for reading alone, as a folder is.
-        if error.errno not in (*WITHOUT_LOCKS, errno.EBADF):
+        if error.errno not in WITHOUT_LOCKS:
             raise
 
 

@@ -247,6 +247,18 @@ def test_two_writers_of_one_folder_do_not_get_in_each_others_way(tmp_path):
     assert names(path) == {"first"} and names(tmp_path) == {"cell"}
 
 
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EBADF])
+def test_a_file_system_that_does_not_lock_folders_has_whole_ones_too(tmp_path, monkeypatch, number):
+    def refuses(file, operation):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", refuses)
+    for name in ("old", "new"):
+        with whole_folder(tmp_path / "cell") as folder:
+            (folder / name).write_text("")
+    assert names(tmp_path / "cell") == {"new"} and names(tmp_path) == {"cell"}
+
+
 def _write_elsewhere(path: Path) -> None:
     """As another process does: with a temporary name of its own."""
     with pytest.MonkeyPatch.context() as patch:
