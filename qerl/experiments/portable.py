@@ -19,7 +19,7 @@ from qerl.errors import CheckpointError, OutputError
 from qerl.experiments.cells import Cell
 from qerl.experiments.manifest import work_folder
 from qerl.experiments.plan import Plan
-from qerl.metrics.files import output_errors, recover_folders, remove_leftovers, whole_file, whole_folder
+from qerl.metrics.files import recover_folders, remove_leftovers, whole_file, whole_folder
 from qerl.metrics.run_dir import RunDir
 from qerl.metrics.run_lock import is_held
 from qerl.train.portable import write_portable_run
@@ -77,9 +77,8 @@ class Portable:
 
     def __enter__(self) -> Portable:
         if self._wanted:
-            with output_errors(self.folder):
-                recover_folders(self.folder)
-                remove_leftovers(self.folder)
+            recover_folders(self.folder)
+            remove_leftovers(self.folder)
         return self
 
     def __exit__(

@@ -20,6 +20,7 @@ from qerl.experiments.portable import DONE, Portable
 from qerl.experiments.process import Ending, run_child
 from qerl.experiments.summary import write_cell_summary
 from qerl.experiments.temperature import find_temperature, initial_entropy
+from qerl.metrics.files import remove_leftovers
 from qerl.metrics.run_dir import RunDir
 from qerl.metrics.run_lock import is_held
 from qerl.train.stop import Deadline
@@ -67,6 +68,7 @@ def run_matrix(path: Path, settings: Sequence[str], out: Path | None, orders: Or
     check_orders(plan, orders)
     if not orders.own_process:
         record_plan(plan)
+        remove_leftovers(plan.out)
         for cell in plan.cells:
             settle_folder(plan, cell)
     for cell in plan.cells:

@@ -94,11 +94,16 @@ def recover_folders(parent: Path) -> None:
 
 
 def remove_leftovers(parent: Path) -> None:
-    """Remove what processes of this machine that are gone left half written in ``parent``."""
-    for path in sorted(parent.glob(f".*{_TEMPORARY}*")):
-        number = path.name.rpartition(_TEMPORARY)[2]
-        if number.isdigit() and not _is_alive(int(number)):
-            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+    """Remove what processes of this machine that are gone left half written in ``parent``.
+
+    Raises:
+        OutputError: the system refuses.
+    """
+    with output_errors(parent):
+        for path in sorted(parent.glob(f".*{_TEMPORARY}*")):
+            number = path.name.rpartition(_TEMPORARY)[2]
+            if number.isdigit() and not _is_alive(int(number)):
+                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 
 
 def _recover(path: Path) -> None:

@@ -346,8 +346,10 @@ def test_folders_that_a_killed_command_was_replacing_come_back(tmp_path):
     shutil.copytree(run.path, kept)
     for folder in (run.checkpoint(1), run.path, kept):
         folder.rename(folder.with_name(f".{folder.name}.old"))
+    half = f".{cell.name}.tmp-{2**22 + 1}"
+    (plan.out / half).mkdir()
     run_matrix(path, [], plan.out, Orders(one_process=True, max_minutes=0.01, portable=False), quiet)
-    assert plan.run(cell).latest_checkpoint() == run.checkpoint(1)
+    assert plan.run(cell).latest_checkpoint() == run.checkpoint(1) and not (plan.out / half).exists()
     with pytest.raises(CheckpointError), portable.Portable(plan, wanted=True):
         pass
     assert (kept / "checkpoints" / "checkpoint-1" / "adapter").exists() and not list(plan.out.rglob("*.old"))
