@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 import shutil
-import socket
 import subprocess
 import time
 import urllib.error
@@ -23,6 +23,7 @@ ARGUMENTS = (
     "--hide-scrollbars",
     "--force-device-scale-factor=1",
 )
+STARTED = re.compile(r"started successfully on port (\d+)")
 
 
 def missing() -> str | None:
@@ -36,14 +37,12 @@ class Browser:
     """One browser window. Use it as a context manager."""
 
     def __enter__(self) -> Browser:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        # It chooses the port: one that was free a moment ago may be another process's by now.
         self._driver = subprocess.Popen(
-            ["chromedriver", f"--port={port}"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            ["chromedriver", "--port=0"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
         )
-        self._url = f"http://127.0.0.1:{port}"
         try:
+            self._url = f"http://127.0.0.1:{self._port()}"
             self._wait_for_driver()
             options = {
                 "args": list(ARGUMENTS),
@@ -65,6 +64,8 @@ class Browser:
         finally:
             self._driver.terminate()
             self._driver.wait(timeout=20)
+            assert self._driver.stdout is not None
+            self._driver.stdout.close()
 
     def open(self, path: Path) -> None:
         """Load a file."""
@@ -109,6 +110,14 @@ class Browser:
 
     def _devtools(self, command: str, **parameters: Any) -> Any:
         return self._call("POST", "/goog/cdp/execute", {"cmd": command, "params": parameters})
+
+    def _port(self) -> int:
+        """Where the driver listens, once it says so."""
+        assert self._driver.stdout is not None
+        for line in self._driver.stdout:
+            if found := STARTED.search(line):
+                return int(found[1])
+        raise RuntimeError("chromedriver did not start")
 
     def _wait_for_driver(self) -> None:
         for _ in range(100):
