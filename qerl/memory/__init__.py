@@ -6,7 +6,7 @@ Prediction needs no weights and no device. Owners are disjoint. 1 GB = 1e9 bytes
 * ``pages``: the least of keys and values;
 * ``ledger``: ``predict`` adds them up by phase;
 * ``advice``: does it fit, what would, and what each setting buys;
-* ``measure``: bytes of the tensors that exist, and peaks by phase.
+* ``measure``: bytes of the tensors that exist, peaks by phase, and both against the prediction.
 """
 
 from qerl.memory.advice import (
@@ -23,7 +23,7 @@ from qerl.memory.advice import (
     together,
 )
 from qerl.memory.ledger import PHASES, Ledger, check_cache, kv_bytes, predict
-from qerl.memory.measure import PhasePeaks, device_bytes, measure_resident, process_bytes, return_unused
+from qerl.memory.measure import PhasePeaks, device_bytes, held_against, measure_resident, process_bytes, return_unused
 from qerl.memory.shapes import policy_bytes, trained_tensors, uses_dense_cache
 
 __all__ = [
@@ -38,6 +38,7 @@ __all__ = [
     "check_budget",
     "check_cache",
     "device_bytes",
+    "held_against",
     "kv_bytes",
     "limits",
     "measure_resident",

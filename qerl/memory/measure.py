@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import resource
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from qerl.kernels.cuda import lent_bytes, reset_lent_peak
+from qerl.memory.ledger import PHASES, Ledger
 from qerl.model.decoder import Decoder, DecoderLayer
 
 
@@ -40,10 +41,41 @@ def measure_resident(
         "norms": _bytes([*norms, *references]),
         "tables": _bytes([model.rope_cos, model.rope_sin]),
         "adapters": _bytes(adapters),
+        "adapter_copies": _bytes(copy for x in linears if x.lora is not None for copy in x.lora.copies()),
         "masters": _bytes(masters),
     }
     held = _bytes(moments)
     return owners | {"optimizer": held} if held else owners
+
+
+def held_against(
+    ledger: Ledger, measured: Mapping[str, int], peaks: Mapping[str, Mapping[str, int]]
+) -> dict[str, dict[str, float]]:
+    """Predicted and measured bytes with the error of the prediction, by owner; and by phase what its other owners have together.
+
+    Args:
+        ledger: the prediction.
+        measured: owner -> bytes of its tensors (``measure_resident`` and the largest cache).
+        peaks: phase -> `allocated` at its peak; empty where nothing is known.
+
+    Returns:
+        Owner, or "PHASE, all else" -> ``predicted``, ``measured`` and ``error`` (predicted / measured - 1; left out where nothing was measured). What is
+        left of a phase is its peak without the owners that are measured: what backward passes keep, workspaces, and all that exists for a
+        moment. A peak is of passes as they fell, the prediction of full ones.
+    """
+    predicted = ledger.owners()
+    rows = {owner: (predicted.get(owner, 0), size) for owner, size in measured.items() if size or predicted.get(owner)}
+    for phase in PHASES:
+        if phase not in peaks:
+            continue
+        there = {**ledger.resident, **ledger.phases[phase]}
+        known = [owner for owner in measured if owner in there]
+        left = ledger.total(phase) - sum(there[owner] for owner in known)
+        rows[f"{phase}, all else"] = (left, peaks[phase]["allocated"] - sum(measured[owner] for owner in known))
+    return {
+        name: {"predicted": ours, "measured": found} | ({"error": ours / found - 1} if found > 0 else {})
+        for name, (ours, found) in rows.items()
+    }
 
 
 def _bytes(tensors: Iterable[Tensor | None]) -> int:

@@ -99,6 +99,10 @@ class LoraGroup(nn.Module):
                     self._states[dtype][index] = state
                     yield copy, master.detach()
 
+    def copies(self) -> tuple[Tensor, ...]:
+        """All copies that there are."""
+        return tuple(copy for copies in self._copies.values() for copy in copies)
+
     def _masters(self) -> tuple[Tensor, ...]:
         return (self.lora_a, *self.lora_b)
 

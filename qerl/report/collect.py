@@ -237,6 +237,13 @@ class MemoryOwner:
     predicted: float | None
     measured: float | None
 
+    @property
+    def error(self) -> str:
+        """The prediction's, in percent; empty where one of the two is missing."""
+        if not self.predicted or not self.measured:
+            return ""
+        return f"{100 * (self.predicted / self.measured - 1):+.1f} %".replace("-", "−")
+
 
 def memory_owners(run: RunData) -> list[MemoryOwner]:
     """Every owner with any bytes, largest first."""
@@ -247,6 +254,16 @@ def memory_owners(run: RunData) -> list[MemoryOwner]:
         for name in names
     ]
     return sorted(owners, key=lambda owner: -max(owner.predicted or 0.0, owner.measured or 0.0))
+
+
+def rests_of_phases(run: RunData) -> list[MemoryOwner]:
+    """What the owners of a phase that nobody measures have together; known on a GPU alone."""
+    found = run.memory.get("by_owner") or {}
+    return [
+        MemoryOwner(name=f"{name} at its peak", predicted=row.get("predicted"), measured=row.get("measured"))
+        for name, row in found.items()
+        if name.endswith(", all else")
+    ]
 
 
 def warnings_of(run: RunData) -> list[str]:

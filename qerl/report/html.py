@@ -8,7 +8,16 @@ from typing import Any
 from qerl.metrics.catalogue import ALARMS
 from qerl.metrics.run_dir import RunDir
 from qerl.report import text
-from qerl.report.collect import Evaluation, RunData, changed_settings, difference, memory_owners, read_run, warnings_of
+from qerl.report.collect import (
+    Evaluation,
+    RunData,
+    changed_settings,
+    difference,
+    memory_owners,
+    read_run,
+    rests_of_phases,
+    warnings_of,
+)
 from qerl.report.page import fill, import_renderers
 from qerl.report.plots import panels
 from qerl.report.plots_machine import STAGES
@@ -81,7 +90,7 @@ def render(run: RunData, *, target: float | None = None, baseline: Comparison | 
         stage_rows=stage_rows(run),
         token_rows=token_rows(run),
         comparison_rows=[] if baseline is None else comparison_rows(baseline),
-        memory_rows=memory_owners(run),
+        memory_rows=[*memory_owners(run), *rests_of_phases(run)],
         peak_rows=peak_rows(run),
         alarms=ALARMS,
         outcomes=[name for name in OUTCOMES if any(name in part.counts for part in run.samples)],

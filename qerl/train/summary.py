@@ -54,6 +54,9 @@ def write_summary(trainer: Trainer, *, finished: bool) -> dict[str, Any]:
     state.wall_seconds += time.perf_counter() - trainer.began
     peaks = memory.process_bytes() | memory.device_bytes(session.device) | trainer.timer.peaks.overall
     ledger = memory.predict(config, session.model.spec, device_type=session.device.type)
+    measured = memory.measure_resident(
+        session.model, masters=trainer.optimizer.masters.values(), moments=trainer.optimizer.state_tensors()
+    ) | {"kv_cache": trainer.peak_kv_bytes}
     trainer.run.write_json(
         trainer.run.memory_path,
         {
@@ -61,12 +64,8 @@ def write_summary(trainer: Trainer, *, finished: bool) -> dict[str, Any]:
             "predicted_phases": {phase: dict(brought) for phase, brought in ledger.phases.items()},
             "predicted_peaks": {phase: ledger.total(phase) for phase in memory.PHASES},
             "measured_peaks": trainer.timer.peaks.run,
-            "measured": memory.measure_resident(
-                session.model,
-                masters=trainer.optimizer.masters.values(),
-                moments=trainer.optimizer.state_tensors(),
-            )
-            | {"kv_cache": trainer.peak_kv_bytes},
+            "measured": measured,
+            "by_owner": memory.held_against(ledger, measured, trainer.timer.peaks.run),
             "process": peaks,
         },
     )

@@ -71,6 +71,11 @@ def test_what_was_planned_and_measured_is_in_the_folder(run):
     assert memory["predicted_phases"]["backward"]["activations"] > 0
     assert memory["measured_peaks"] == {}, "known on a GPU alone"
     assert memory["process"]["rss_peak"] > 0
+    # What outlives a phase, by owner: the largest prediction of a cache is for prompts and answers at their longest.
+    found = memory["by_owner"]
+    assert found.keys() == {owner for owner, size in memory["measured"].items() if size}
+    assert all(abs(row["error"]) < 0.05 for owner, row in found.items() if owner != "kv_cache"), found
+    assert found["kv_cache"]["error"] > -0.05
 
 
 def test_a_plan_beyond_the_budget_starts_nothing(run, tmp_path):

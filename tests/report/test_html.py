@@ -84,7 +84,8 @@ def test_colors_of_figures_are_variables_that_the_style_defines(finished):
 def test_settings_memory_time_and_warnings_are_shown(page):
     for words in (
         "optim.lr 0.0003 1e-05",
-        "kv cache 50.3 MB 41.0 MB",
+        "kv cache 50.3 MB 41.0 MB +22.7 %",
+        "norms 3.5 kB 3.5 kB +0.0 %",
         "training phase, predicted 215 MB",
         "rollout 26 s",
         "completion tokens",
@@ -99,10 +100,13 @@ def test_peaks_of_a_gpu_stand_beside_their_prediction(tmp_path):
     memory = run.read_json("memory.json")
     peaks = {"backward": {"allocated": 19_871_000_000, "reserved": 24_577_000_000}}
     predicted = {"rollout": 3_760_000_000, "backward": 19_990_000_000}
-    run.write_json("memory.json", memory | {"predicted_peaks": predicted, "measured_peaks": peaks})
+    by_owner = {"backward, all else": {"predicted": 9e9, "measured": 10e9, "error": -0.1}}
+    more = {"predicted_peaks": predicted, "measured_peaks": peaks, "by_owner": by_owner}
+    run.write_json("memory.json", memory | more)
     page = Page(render(read_run(run.path)))
     for words in (
         "backward phase, predicted 20.0 GB",
+        "backward, all else at its peak 9.0 GB 10.0 GB −10.0 %",
         "backward phase, allocated 19.9 GB",
         "backward phase, reserved 24.6 GB",
     ):
