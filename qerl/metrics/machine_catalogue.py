@@ -35,6 +35,14 @@ _TIME = section(
     ),
     ("time/evaluate", "seconds", "Held-out evaluation, where this step has one."),
     ("time/save", "seconds", "Writing records, adapters and checkpoints."),
+    (
+        "time/compile",
+        "seconds",
+        (
+            "Of all these: compiling kernels (Triton, CUDA C++) that were met for the first time; about 0 in most steps. A step much longer than its "
+            "neighbors has it here, if this is why."
+        ),
+    ),
     ("time/step", "seconds", "The step by the wall clock, without its evaluation and its checkpoint."),
     (
         "time/elapsed",

@@ -46,7 +46,7 @@ def generation_share(run: RunData) -> float | None:
     names = {key.removeprefix("time/") for row in run.metrics for key in row if key.startswith("time/")}
     seconds = {
         name: float(stated[name]) if name in stated else sum(run.series(f"time/{name}")[1])
-        for name in {*stated, *names} - {"step", "elapsed", *NOT_A_STEP}
+        for name in {*stated, *names} - {"step", "elapsed", "compile", *NOT_A_STEP}
     }
     total = sum(seconds.values())
     return seconds.get("rollout", 0.0) / total if total > 0 else None

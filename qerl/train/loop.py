@@ -331,6 +331,7 @@ class Trainer:
         state = self.state
         stages = self.timer.end_step()
         metrics |= {f"time/{name}": seconds for name, seconds in stages.items()}
+        metrics["time/compile"] = self.timer.compiling.take()
         metrics |= step_metrics.memory_metrics(self.timer.peaks)
         metrics["time/elapsed"] = state.wall_seconds + time.perf_counter() - self.began
         if state.portable:

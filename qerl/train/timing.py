@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 import torch
 
+from qerl.kernels.compiling import CompileClock
 from qerl.memory import PhasePeaks
 
 STAGES = (
@@ -34,10 +35,12 @@ class StageTimer:
 
     Attributes:
         peaks: by stage; empty on the CPU.
+        compiling: seconds of compilers, which are part of the stages that met a kernel for the first time.
     """
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self.peaks = PhasePeaks(torch.device(device))
+        self.compiling = CompileClock(triton=self.peaks.device.type == "cuda")
         self.step: dict[str, float] = defaultdict(float)
         self.total: dict[str, float] = defaultdict(float)
 

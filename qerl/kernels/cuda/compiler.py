@@ -24,6 +24,7 @@ from functools import cache
 from pathlib import Path
 
 from qerl.errors import KernelUnavailableError
+from qerl.kernels import compiling
 
 _NVRTC_NAMES = ("libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so")
 _NVRTC_FUNCTIONS = (
@@ -91,7 +92,8 @@ def _timed(
         file=sys.stderr,
         flush=True,
     )
-    code = compiler.compile(source, name, arch, macros)
+    with compiling.counted():
+        code = compiler.compile(source, name, arch, macros)
     print(f"{time.monotonic() - start:.1f} s", file=sys.stderr, flush=True)
     return code
 
