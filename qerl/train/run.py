@@ -34,6 +34,7 @@ from qerl.train.noise.director import NoiseDirector, load_sum
 from qerl.train.optimizer import MasterOptimizer, make_optimizer
 from qerl.train.portable import expand_portable, is_portable
 from qerl.train.prompts import SOURCES, load_prompts
+from qerl.train.ready import compile_kernels
 from qerl.train.resume import TrainState, adopt_plan, check_same_config, load_checkpoint
 from qerl.train.session import Session, fit_lengths, open_session, require_model_path
 from qerl.train.stop import Deadline, StopRequest
@@ -90,6 +91,7 @@ def train(
         try:
             session = open_session(config, keep_reference_norms=config.objective.kl_coef > 0)
             check_layout(session)
+            compile_kernels(config, session.model)
             trainer = build_trainer(config, run, session, resume=resume, began=began)
             trainer.evaluate_before = before
         except BaseException:

@@ -1,6 +1,6 @@
 """Which variants of a Triton kernel its launches ask for, by Triton's own rules and without a GPU: launches are caught, and the key under which
-Triton looks for compiled code is made by its binder and kept. Nothing runs; new memory holds zeros meanwhile, so that what follows has finite numbers
-to go on with."""
+Triton looks for compiled code is made by its binder and kept. Nothing runs; where whole operations are recorded, new memory holds zeros, so that what
+follows has finite numbers to go on with."""
 
 import importlib
 from collections import defaultdict
@@ -67,7 +67,8 @@ def recorded(*operations: str):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(InterpretedFunction, "run", run)
         patch.setattr(dispatch, "load", chosen)
-        for name in ("empty", "empty_like"):
-            patch.setattr(torch, name, getattr(torch, name.replace("empty", "zeros")))
-        patch.setattr(torch.Tensor, "new_empty", torch.Tensor.new_zeros)
+        if operations:
+            for name in ("empty", "empty_like"):
+                patch.setattr(torch, name, getattr(torch, name.replace("empty", "zeros")))
+            patch.setattr(torch.Tensor, "new_empty", torch.Tensor.new_zeros)
         yield variants

@@ -44,7 +44,9 @@ _CHOICES = (
 )
 
 
-def compile_cuda(source: str, *, name: str, arch: str, defines: Mapping[str, int] | None = None) -> bytes:
+def compile_cuda(
+    source: str, *, name: str, arch: str, defines: Mapping[str, int] | None = None, quiet: bool = False
+) -> bytes:
     """Machine code (cubin) of a CUDA C++ source that includes no header.
 
     Args:
@@ -52,6 +54,7 @@ def compile_cuda(source: str, *, name: str, arch: str, defines: Mapping[str, int
         name: how messages call it.
         arch: such as `sm_90a`.
         defines: macros.
+        quiet: no line of progress, for callers who compile several beside each other.
 
     Raises:
         KernelUnavailableError: there is no compiler for `arch`, or the first one there is refuses the source.
@@ -65,7 +68,11 @@ def compile_cuda(source: str, *, name: str, arch: str, defines: Mapping[str, int
             return path.read_bytes()
         reason = _unfit(compiler, arch)
         if reason is None:
-            code = _timed(compiler, source, name, arch, macros, passed)
+            if quiet:
+                with compiling.counted():
+                    code = compiler.compile(source, name, arch, macros)
+            else:
+                code = _timed(compiler, source, name, arch, macros, passed)
             _write(path, code)
             return code
         passed[compiler.label] = reason

@@ -12,13 +12,13 @@ from torch import Tensor
 
 from qerl.formats import PackedWeight
 from qerl.kernels import dispatch
-from qerl.kernels.fp4_linear.adapter import AdapterPart, flatten
+from qerl.kernels.fp4_linear.adapter import AdapterPart, Layer, flatten
 from qerl.kernels.fp4_linear.autograd import Fp4Linear
 from qerl.kernels.fp4_linear.gate import layout_gate
 from qerl.kernels.fp4_linear.regimes import SMALL_WEIGHT
 from qerl.kernels.fp4_linear.tiled import by_rows
 
-__all__ = ["AdapterPart", "fp4_linear", "keep", "keeps", "layout_gate", "served"]
+__all__ = ["AdapterPart", "Layer", "compile_ahead", "fp4_linear", "keep", "keeps", "layout_gate", "served"]
 
 
 def served(device: torch.device, dtype: torch.dtype) -> bool:
@@ -44,6 +44,19 @@ def keep(weight: PackedWeight) -> PackedWeight:
     from qerl.kernels.fp4_linear import dense
 
     return dense.keep(weight)
+
+
+def compile_ahead(layers: Sequence[Layer], most_rows: int) -> None:
+    """Have the code of products with each of these layers and up to ``most_rows`` rows of bfloat16, forward and backward; for what is `served`.
+
+    Layers that differ in their numbers alone need be named once. A line of progress says how many kernels there are, and how long it took.
+
+    Raises:
+        KernelUnavailableError: a kernel cannot be compiled.
+    """
+    from qerl.kernels.fp4_linear import ahead  # needs Triton, which a CPU may lack
+
+    ahead.compile_ahead(layers, most_rows)
 
 
 def fp4_linear(

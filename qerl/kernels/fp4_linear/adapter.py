@@ -1,11 +1,14 @@
-"""The adapter record and its flat form, which autograd and kernels take."""
+"""Records of what products are given beside x, and the flat form of adapters, which autograd and kernels take."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
+
+from qerl.formats import PackedWeight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +41,18 @@ class Placement:
     ranks: slice
     a_index: int
     scale: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layer:
+    """A packed weight with what products with it are given beside x, as of `qerl.kernels.fp4_linear.fp4_linear`."""
+
+    weight: PackedWeight
+    bias_O: Tensor | None
+    adapters: Sequence[AdapterPart]
+    dense_OI: Tensor | None
+    dtype: torch.dtype
+    """Of y."""
 
 
 def flatten(parts: Sequence[AdapterPart]) -> tuple[tuple[Placement, ...], list[Tensor], list[Tensor]]:

@@ -14,7 +14,7 @@ from qerl.kernels.fp4_linear import geometry, record
 from qerl.kernels.fp4_linear.adapter import Placement
 from qerl.kernels.fp4_linear.geometry import Geometry
 from qerl.kernels.fp4_linear.tiled import TILED
-from qerl.kernels.fp4_linear.workspace import DECODE_COUNTERS, SCALE_BASE, Workspace, compiled, workspace
+from qerl.kernels.fp4_linear.workspace import DECODE_COUNTERS, SCALE_BASE, Code, Workspace, compiled, workspace
 
 MOST_ROWS = 64
 """Rows of x for which reading the weight once for every group of rows still pays."""
@@ -69,8 +69,7 @@ def product(
     tokens = x_TI.shape[0]
     shape = find(space, tokens, weight, ranks_of(a_RI))
     assert shape is not None, (x_TI.shape, weight.shape)
-    vectors = weight.shape[1] % 8 == 0 and all(t.data_ptr() % 16 == 0 for t in (x_TI, *a_RI))
-    kernel = compiled(space.device, "decode", tuple(macros(shape, weight.format, vectors).items()))
+    kernel = compiled(space.device, *_code(shape, x_TI, weight, a_RI))
     out_TO = torch.empty(tokens, weight.shape[0], dtype=dtype, device=x_TI.device)
     if bias_O is not None:
         bias_O = bias_O.to(torch.bfloat16).contiguous()
@@ -107,6 +106,18 @@ def product(
         params.x, params.out, params.m = part_TI.data_ptr(), part_TO.data_ptr(), part_TI.shape[0]
         kernel.launch(_launch(shape), params)
     return out_TO
+
+
+def code(x_TI: Tensor, weight: PackedWeight, a_RI: Sequence[Tensor]) -> Code:
+    """What `product` runs for a call that `takes` accepts."""
+    shape = find(workspace(x_TI.device), x_TI.shape[0], weight, ranks_of(a_RI))
+    assert shape is not None, (x_TI.shape, weight.shape)
+    return _code(shape, x_TI, weight, a_RI)
+
+
+def _code(shape: Geometry, x_TI: Tensor, weight: PackedWeight, a_RI: Sequence[Tensor]) -> Code:
+    vectors = weight.shape[1] % 8 == 0 and all(t.data_ptr() % 16 == 0 for t in (x_TI, *a_RI))
+    return Code("decode", tuple(macros(shape, weight.format, vectors).items()))
 
 
 def ranks_of(a_RI: Sequence[Tensor]) -> int:

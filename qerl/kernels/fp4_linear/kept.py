@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
 import torch
 import triton
@@ -172,10 +173,46 @@ def run(
     dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
     """y [T, O] in `dtype`, cut by `shape`, whose columns end with every piece but the last."""
-    assert all(piece.stop % shape.columns == 0 for piece in pieces[:-1]), (shape, pieces)
     x_TI = x_TI.contiguous()
+    y_TO = torch.empty(x_TI.shape[0], values_OI.shape[0], dtype=dtype, device=x_TI.device)
+    grid, arguments, options = _launch(x_TI, values_OI, bias_O, pieces, placements, a_RI, b_OR, shape, y_TO)
+    _product[grid](*arguments, **options)
+    return y_TO
+
+
+def compile_call(
+    x_TI: Tensor,
+    weight: PackedWeight,
+    bias_O: Tensor | None,
+    placements: Sequence[Placement],
+    a_RI: Sequence[Tensor],
+    b_OR: Sequence[Tensor],
+    *,
+    dtype: torch.dtype,
+) -> None:
+    """Have the code that `product` would run for this call, which `takes` accepts, and run nothing."""
+    found = _cut(x_TI, weight, placements)
+    assert found is not None and weight.kept_OI is not None, (x_TI.shape, weight.shape)
+    pieces, shape = found
+    y_TO = torch.empty(x_TI.shape[0], weight.shape[0], dtype=dtype, device=x_TI.device)
+    grid, arguments, options = _launch(x_TI, weight.kept_OI, bias_O, pieces, placements, a_RI, b_OR, shape, y_TO)
+    _product.warmup(*arguments, grid=grid, **options)
+
+
+def _launch(
+    x_TI: Tensor,
+    values_OI: Tensor,
+    bias_O: Tensor | None,
+    pieces: Sequence[Piece],
+    placements: Sequence[Placement],
+    a_RI: Sequence[Tensor],
+    b_OR: Sequence[Tensor],
+    shape: Shape,
+    y_TO: Tensor,
+) -> tuple[tuple[int, int], tuple[Any, ...], dict[str, Any]]:
+    """(grid, arguments, options) of the kernel."""
+    assert all(piece.stop % shape.columns == 0 for piece in pieces[:-1]), (shape, pieces)
     (tokens, d_in), d_out = x_TI.shape, values_OI.shape[0]
-    y_TO = torch.empty(tokens, d_out, dtype=dtype, device=x_TI.device)
     rank = max((place.ranks.stop - place.ranks.start for place in placements), default=0)
     slots = max(16, power_of_2(rank)) if rank else 0
     tiles = ceil_div(tokens, shape.rows) * ceil_div(d_out, shape.columns)
@@ -192,7 +229,7 @@ def run(
     filled = [pieces[min(index, len(pieces) - 1)] for index in range(MOST_PIECES)]
     places = [None if piece.part == NO_ADAPTER else placements[piece.part] for piece in filled]
     scales = [1.0 if place is None else float(place.scale) for place in places]
-    _product[(tiles, shape.splits)](
+    arguments = (
         tiles_of(x_TI, shape.rows),
         tiles_of(values_OI, shape.columns),
         tiles_of(a_RI[0], slots) if a_RI else x_TI,
@@ -211,17 +248,19 @@ def run(
         d_in,
         rank,
         shape.splits,
-        RANKS=slots,
-        BIAS=bias_O is not None,
-        ROWS=shape.rows,
-        COLUMNS=shape.columns,
-        DEPTH=shape.depth,
-        SPLIT=shape.splits > 1,
-        num_warps=shape.warps,
-        num_stages=shape.stages_of(slots),
-        **overlap(x_TI.device),
     )
-    return y_TO
+    options = {
+        "RANKS": slots,
+        "BIAS": bias_O is not None,
+        "ROWS": shape.rows,
+        "COLUMNS": shape.columns,
+        "DEPTH": shape.depth,
+        "SPLIT": shape.splits > 1,
+        "num_warps": shape.warps,
+        "num_stages": shape.stages_of(slots),
+        **overlap(x_TI.device),
+    }
+    return (tiles, shape.splits), arguments, options
 
 
 _RUNTIME = ["tokens", "splits", "stop0", "stop1", "stop2"]

@@ -16,7 +16,15 @@ from qerl.kernels.cuda import Kernel, Launch, TensorMap, tensor_map
 from qerl.kernels.fp4_linear import record
 from qerl.kernels.fp4_linear.adapter import Placement
 from qerl.kernels.fp4_linear.tiled import TILED, by_rows
-from qerl.kernels.fp4_linear.workspace import H_COUNTERS, SCALE_BASE, TILE_COUNTERS, Workspace, compiled, workspace
+from qerl.kernels.fp4_linear.workspace import (
+    H_COUNTERS,
+    SCALE_BASE,
+    TILE_COUNTERS,
+    Code,
+    Workspace,
+    compiled,
+    workspace,
+)
 
 NARROW, WIDEST = 128, 256
 """Rows of x of an output tile: up to the first, a warp may have two row tiles; the second is the most there are."""
@@ -366,4 +374,15 @@ def macros(shape: Shape, vectors: bool = True) -> dict[str, int]:
 
 
 def _kernel(space: Workspace, shape: Shape, vectors: bool) -> Kernel:
-    return compiled(space.device, "middle", tuple(macros(shape, vectors).items()), wgmma_source(shape.tokens))
+    return compiled(space.device, *_code(shape, vectors))
+
+
+def _code(shape: Shape, vectors: bool) -> Code:
+    return Code("middle", tuple(macros(shape, vectors).items()), wgmma_source(shape.tokens))
+
+
+def code(x_TI: Tensor, weight: PackedWeight) -> Code:
+    """What `product` runs for a call that `takes` accepts."""
+    row_tiles, units, _ = weight.tensors["tiles"].shape
+    shape = choose(x_TI.shape[0], row_tiles, units, workspace(x_TI.device), weight.format)
+    return _code(shape, weight.shape[0] % 8 == 0)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cache
 from importlib import resources
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -139,6 +140,14 @@ def compiled(device: torch.device, name: str, defines: tuple[tuple[str, int], ..
     return Kernel(compile_source(name, architecture(device), dict(defines), extra), name)
 
 
+class Code(NamedTuple):
+    """What `compiled` makes a kernel of."""
+
+    name: str
+    defines: tuple[tuple[str, int], ...]
+    extra: str = ""
+
+
 _IN_FRONT = {
     "dequantize": ("tile", "format"),
     "decode": ("tile", "format", "layer", "decode"),
@@ -156,6 +165,6 @@ def whole_source(name: str, extra: str = "") -> str:
     return "".join(front) + extra + kernel
 
 
-def compile_source(name: str, arch: str, defines: Mapping[str, int], extra: str = "") -> bytes:
-    """Machine code of `whole_source(name, extra)`."""
-    return compile_cuda(whole_source(name, extra), name=name, arch=arch, defines=defines)
+def compile_source(name: str, arch: str, defines: Mapping[str, int], extra: str = "", *, quiet: bool = False) -> bytes:
+    """Machine code of `whole_source(name, extra)`; `quiet` without a line of progress."""
+    return compile_cuda(whole_source(name, extra), name=name, arch=arch, defines=defines, quiet=quiet)

@@ -1,0 +1,78 @@
+"""Compiling what products of any number of rows will run, before the first of them, on all cores: a training pass or a prefill has any number of
+rows, and the number decides the kernel and its tiles. Otherwise each variant is compiled where it is first met, one after the other, in the middle
+of a step.
+
+Legend: T rows of x, I inputs, O output rows.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+import triton
+
+from qerl.kernels.cuda import architecture
+from qerl.kernels.fp4_linear import cuda, decode, dense, kept, middle, regimes, shrink
+from qerl.kernels.fp4_linear.adapter import Layer, flatten
+from qerl.kernels.fp4_linear.workspace import Code, compile_source, compiled
+
+_STEP = 8
+"""Rows of x from one number that is asked for to the next: tiles are whole multiples of it, so that it meets every variant."""
+_MOST_ROWS = max(regimes.KEPT_ROWS.stop, regimes.MIDDLE_ROWS + 1, shrink.MOST_ROWS + 1)
+"""Rows of x from which on nothing changes."""
+
+
+def compile_ahead(layers: Sequence[Layer], most_rows: int) -> None:
+    """See `qerl.kernels.fp4_linear.compile_ahead`."""
+    codes: dict[Code, None] = {}
+    start = time.monotonic()
+    with ThreadPoolExecutor(max_workers=min(os.cpu_count() or 1, 8)) as pool:
+        device = layers[0].weight.device
+        with triton.AsyncCompileMode(pool) as others:
+            for layer in layers:
+                for code in _codes(layer, most_rows):
+                    codes.setdefault(code)
+            count = len(codes) + len(others.future_kernels)
+            if not count:
+                return
+            print(
+                f"qerl: {count} kernels of linear layers for any number of tokens:",
+                end=" ",
+                file=sys.stderr,
+                flush=True,
+            )
+            arch = architecture(device)
+            for made in [
+                pool.submit(compile_source, c.name, arch, dict(c.defines), c.extra, quiet=True) for c in codes
+            ]:
+                made.result()
+    for code in codes:
+        compiled(device, *code)
+    print(f"{time.monotonic() - start:.1f} s", file=sys.stderr, flush=True)
+
+
+def _codes(layer: Layer, most_rows: int) -> Iterator[Code]:
+    """What products with one layer are compiled from, some of it several times; kernels of kept values are given to Triton at once."""
+    weight, bias_O = layer.weight, layer.bias_O
+    placements, a_RI, b_OR = flatten(layer.adapters)
+    x_TI = torch.zeros(min(most_rows, _MOST_ROWS), weight.shape[1], dtype=torch.bfloat16, device=weight.device)
+    if not cuda.fast(x_TI, weight, layer.dense_OI):
+        return
+    if weight.order == "tiles":
+        yield Code("dequantize", tuple(dense.macros(weight.format).items()))
+    for rows in sorted({*range(_STEP, len(x_TI), _STEP), len(x_TI)}):
+        some = x_TI[:rows]
+        regime = cuda.regime_of(some, weight, placements, a_RI, b_OR)
+        if regime == regimes.DECODE:
+            yield decode.code(some, weight, a_RI)
+        elif regime == regimes.MIDDLE:
+            yield middle.code(some, weight)
+        elif regime == regimes.KEPT:
+            kept.compile_call(some, weight, bias_O, placements, a_RI, b_OR, dtype=layer.dtype)
+        elif a_RI and rows <= shrink.MOST_ROWS and torch.cuda.get_device_capability(weight.device) == regimes.HOPPER:
+            yield Code("shrink", tuple(shrink.macros().items()))

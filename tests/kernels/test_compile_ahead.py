@@ -1,0 +1,124 @@
+"""What is compiled before the first step is what products of every number of rows run: all of it, and nothing else."""
+
+import triton_cpu  # isort: skip  (before any module with kernels)
+
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+from specialization import recorded
+
+from qerl.formats import PackedWeight
+from qerl.kernels.fp4_linear import AdapterPart, Layer, ahead, compile_ahead, cuda, decode, dense, kept, middle, regimes
+from qerl.kernels.fp4_linear.adapter import flatten
+from qerl.kernels.fp4_linear.workspace import Code
+
+assert triton_cpu
+MODELS = {"0.5B": (896, 4864, 896, 128), "7B": (3584, 18944, 3584, 512)}
+"""Hidden size, width of the MLP, rows of q, rows of k and of v."""
+ROWS = 2100
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """An H200 as far as choices ask for one; gives what was compiled and what was loaded."""
+    space = SimpleNamespace(
+        device=torch.device("cpu"), multiprocessors=132, shared_limit=232448, geometries={},
+        resident_clusters=lambda launch: 66, alphas=lambda weight: (1.0,) * len(weight.segments),
+        counters=lambda: torch.zeros(1, dtype=torch.int32),
+    )  # fmt: skip
+    for module in (kept, decode, middle, dense):
+        monkeypatch.setattr(module, "workspace", lambda device: space)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: regimes.HOPPER)
+    monkeypatch.setattr(ahead, "architecture", lambda device: "sm_90a")
+    done = SimpleNamespace(compiled=[], loaded=[])
+
+    def compile_source(name, arch, defines, extra, *, quiet):
+        assert arch == "sm_90a" and quiet
+        done.compiled.append(Code(name, tuple(defines.items()), extra))
+
+    monkeypatch.setattr(ahead, "compile_source", compile_source)
+    monkeypatch.setattr(ahead, "compiled", lambda device, *code: done.loaded.append(Code(*code)))
+    return done
+
+
+def layer(segments, d_in, members, dtype, *, keep):
+    """Of zeros, with an adapter of rank 32 for each member."""
+    d_out, stops = sum(segments), [sum(members[: i + 1]) for i in range(len(members))]
+    tensors = {
+        "tiles": torch.empty(-(-d_out // 16), -(-d_in // 64), 576, dtype=torch.uint8),
+        "global_scale": torch.ones(len(segments)),
+    }
+    values = torch.empty(d_out, d_in, dtype=torch.bfloat16) if keep else None
+    a = torch.empty(32 * len(members), d_in, dtype=torch.bfloat16)
+    parts = [
+        AdapterPart(
+            start=stop - rows, stop=stop, a_RI=a, b_OR=torch.empty(rows, 32, dtype=torch.bfloat16), scale=1.0,
+            rank_start=32 * index,
+        )
+        for index, (rows, stop) in enumerate(zip(members, stops, strict=True))
+    ]  # fmt: skip
+    weight = PackedWeight(
+        format="nvfp4", shape=(d_out, d_in), tensors=tensors, segments=segments, order="tiles", kept_OI=values
+    )
+    return Layer(weight=weight, bias_O=None, adapters=parts, dense_OI=None, dtype=dtype)
+
+
+def layers_of(name, keep):
+    hidden, mlp, q, k = MODELS[name]
+    narrow, wide = torch.bfloat16, torch.float32
+    return [
+        layer((q, k, k), hidden, (q, k, k), narrow, keep=keep),
+        layer((hidden,), q, (hidden,), wide, keep=keep),
+        layer((mlp, mlp), hidden, (mlp, mlp), narrow, keep=keep),
+        layer((hidden,), mlp, (hidden,), wide, keep=keep),
+    ]
+
+
+def met(layers, rows):
+    """Code that products of these numbers of rows run; kernels of kept values are launched, for whoever records that."""
+    codes = set()
+    for item in layers:
+        placements, a_RI, b_OR = flatten(item.adapters)
+        whole = torch.empty(max(rows), item.weight.shape[1], dtype=torch.bfloat16)
+        for count in rows:
+            x = whole[:count]
+            regime = cuda.regime_of(x, item.weight, placements, a_RI, b_OR)
+            if regime == regimes.DECODE:
+                codes.add(decode.code(x, item.weight, a_RI))
+            elif regime == regimes.MIDDLE:
+                codes.add(middle.code(x, item.weight))
+            elif regime == regimes.KEPT:
+                kept.product(x, item.weight, None, placements, a_RI, b_OR, dtype=item.dtype)
+    return codes
+
+
+@pytest.mark.parametrize(("name", "keep"), [("0.5B", True), ("0.5B", False), ("7B", False)])
+def test_products_of_any_number_of_rows_run_what_was_compiled_ahead(hopper, capsys, name, keep):
+    layers = layers_of(name, keep)
+    with recorded() as ready:
+        compile_ahead(layers, 16384)
+    edges = [edge + by for edge in (8, 16, 32, 64, 96, 128, 256, 512, 768, 1024, 2048) for by in (-1, 0, 1)]
+    rows = sorted({1, *edges, *random.Random(0).sample(range(1, ROWS), 60)})
+    with recorded() as variants:
+        codes = met(layers, rows)
+    assert codes == {code for code in hopper.loaded if code.name in ("decode", "middle")}
+    assert variants.keys == ready.keys
+    assert sorted(hopper.compiled) == sorted(hopper.loaded) and len(set(hopper.loaded)) == len(hopper.loaded)
+    assert ("dequantize" in {code.name for code in hopper.loaded}) and bool(variants.keys) == keep
+    assert "kernels of linear layers for any number of tokens:" in capsys.readouterr().err
+
+
+def test_a_pass_of_few_rows_needs_no_code_of_many(hopper):
+    compile_ahead(layers_of("7B", False), 64)
+    assert {dict(code.defines).get("TOKENS") for code in hopper.loaded if code.name == "middle"} == {32, 64}
+
+
+def test_layers_that_other_kernels_multiply_need_none(hopper, capsys):
+    plain = layers_of("0.5B", False)[:1]
+    compile_ahead([Layer(
+        weight=plain[0].weight, bias_O=None, adapters=(), dtype=torch.bfloat16,
+        dense_OI=torch.empty(plain[0].weight.shape, dtype=torch.bfloat16),
+    )], 4096)  # fmt: skip
+    assert not hopper.loaded and not capsys.readouterr().err
