@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 import time
@@ -193,6 +194,12 @@ def test_every_job_of_the_list_names_what_exists_and_writes_what_it_says(job):
     for before, name in pairwise(words):
         if before == "bench":
             assert (ROOT / "benchmarks" / f"{name}.py").exists(), name
+
+
+def test_every_folder_with_tests_for_a_gpu_is_run():
+    marked = {path.parent for path in (ROOT / "tests").rglob("*.py") if re.search(r"\bmark\.gpu\b", path.read_text())}
+    named = {ROOT / word for job in JOBS if job.kind == "tests" for word in job.command.split() if word[:6] == "tests/"}
+    assert marked - {ROOT / "tests"} <= named
 
 
 def test_a_file_has_one_job():
