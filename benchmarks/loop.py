@@ -159,7 +159,8 @@ def result(run: RunDir) -> dict[str, Any]:
         "settled": summarize(rows),
         "memory": json.loads(run.memory_path.read_text()) if run.memory_path.exists() else None,
         "steps": [
-            {key: value for key, value in row.items() if key in KEPT or key.startswith("memory/")} for row in rows
+            {key: value for key, value in row.items() if key in KEPT or key.startswith(("memory/", "time/"))}
+            for row in rows
         ],
     }
 
