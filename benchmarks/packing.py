@@ -17,7 +17,7 @@ from timing import captured, device_times
 from qerl.formats import PackedWeight, dequantize, get_format
 from qerl.kernels.fp4_linear import dense
 from qerl.kernels.fp4_linear.unpack import unpack
-from qerl.kernels.quantize import mxfp4, quantize
+from qerl.kernels.quantize import mxfp4, nf4, quantize
 from qerl.kernels.quantize import triton as quantize_triton
 
 if TYPE_CHECKING:
@@ -65,7 +65,16 @@ def quantization(shares: Shares, dense_OI: torch.Tensor) -> None:
             shares.add(f"quantize nvfp4, {label}{given}", times, packed, passes=2 if known is None else 1)
     times = captured(lambda: mxfp4.rounded(dense_OI, rows), calls=4)
     shares.add("quantize mxfp4, triton", times, mxfp4.rounded(dense_OI, rows)[0], passes=1)
-    eager: list[tuple[str, str, int | None]] = [("nvfp4", "triton", 2)]
+    times = captured(lambda: nf4.rounded(dense_OI, rows, doubly=False), calls=4)
+    shares.add("quantize nf4, triton", times, nf4.rounded(dense_OI, rows, doubly=False)[0], passes=1)
+    times = captured(lambda: quantize_triton.rounded(dense_OI, rows, "torchao"), calls=4)
+    packed, _ = quantize_triton.rounded(dense_OI, rows, "torchao")
+    shares.add("quantize nvfp4 as torchao does, triton", times, packed, passes=2)
+    eager: list[tuple[str, str, int | None]] = [
+        ("nvfp4", "triton", 2),
+        ("nf4", "triton", 1),
+        ("nf4_dq", "triton", None),
+    ]
     eager += [(name, "reference", None) for name in FORMATS]
     for name, kernel, passes in eager:
         run: Callable[[], PackedWeight] = lambda n=name, k=kernel: quantize(dense_OI, n, kernel=k)  # noqa: E731

@@ -299,6 +299,17 @@ def layer_cases(device: str) -> Iterator[Case]:
             lambda i=inputs: mxfp4.rounded(given.normal(33, i), (33,)),
             ("quantize.mxfp4._quantize_mxfp4",),
         )
+    for inputs in (192, 100):
+        yield Case(
+            f"quantize nf4, {inputs} inputs",
+            lambda i=inputs: quantize(given.normal(33, i), "nf4"),
+            ("quantize.nf4._quantize_nf4",),
+        )
+    yield Case(
+        "quantize nvfp4 as torchao does",
+        lambda: quantize(given.normal(33, 200), "nvfp4", rounding="torchao"),
+        _both("quantize.triton", "_largest", "_quantize"),
+    )
     yield Case("unpack mxfp4", lambda: unpacked("mxfp4", 104), ("fp4_linear.unpack._mxfp4",))
     yield Case("unpack nf4", lambda: unpacked("nf4", 100), ("fp4_linear.unpack._nf4",))
 

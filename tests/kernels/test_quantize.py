@@ -56,7 +56,7 @@ def test_values_that_are_not_finite_are_refused_by_name(value):
 
 
 @pytest.mark.parametrize(
-    ("name", "method", "rounding"), [("nvfp4", "mse", "ct"), ("nvfp4", "rtn", "torchao"), ("mxfp4", "rtn", "ct")]
+    ("name", "method", "rounding"), [("nvfp4", "mse", "ct"), ("fp8", "rtn", "ct"), ("nf4", "mse", "ct")]
 )
 def test_the_rest_is_done_as_the_format_does_it(name, method, rounding):
     weight = torch.randn(4, 64, generator=torch.Generator().manual_seed(2))

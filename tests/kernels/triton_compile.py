@@ -24,7 +24,7 @@ from qerl.kernels.cached_attention.plan import Plan
 from qerl.kernels.fp4_linear import AdapterPart, kept, unpack
 from qerl.kernels.fp4_linear.adapter import flatten
 from qerl.kernels.philox import triton as philox
-from qerl.kernels.quantize import mxfp4
+from qerl.kernels.quantize import mxfp4, nf4
 from qerl.kernels.quantize import triton as quantize
 from qerl.kernels.rms_norm import KeyedNoise, TableNoise
 from qerl.kernels.rms_norm import triton as rms_norm
@@ -116,6 +116,9 @@ def calls() -> None:
         for way in (quantize.TIMED, quantize.SHORTER):
             quantize.rounded(torch.ones(8, inputs).bfloat16(), (8,), way=way)
         mxfp4.rounded(torch.ones(8, inputs).bfloat16(), (8,), fused=True)
+        nf4.rounded(torch.ones(9, inputs).bfloat16(), (9,), doubly=False)
+    quantize.rounded(torch.ones(8, 256).bfloat16(), (8,), "torchao")
+    mxfp4.rounded(torch.ones(8, 256).bfloat16(), (8,), "torchao")
     philox.normal_rows((1, 2), width, rows, 3, 4)
     philox.uniform_at((1, 2), (rows, rows, rows, rows))
     activation.backward(activation.forward(x), x)

@@ -28,8 +28,8 @@ def quantize(
         weight_OI: floating point [d_out, d_in].
         format_name: one of `qerl.formats.FORMAT_NAMES`.
         method, rounding, segments, name: as of `WeightFormat.quantize`.
-        kernel: implementation by name. `triton` has a kernel for nvfp4 with method `rtn` and rounding `ct`, and does the rest as
-            the reference does.
+        kernel: implementation by name. `triton` has kernels for nvfp4, nf4 and nf4_dq with method `rtn`, and does the rest as the
+            reference does.
 
     Raises:
         FormatError: see `WeightFormat.quantize`.

@@ -1,5 +1,5 @@
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-"""MXFP4, rounded to nearest as compressed-tensors does, in one pass: a block of 32 knows its scale by itself.
+"""MXFP4, rounded to nearest as compressed-tensors or torchao do, in one pass: a block of 32 knows its scale by itself.
 
 The arithmetic is that of `qerl.formats.mxfp4`: the scale is a power of two, so quotients are exact products. Codes and their words are those of
 NVFP4 (`triton`). A block is a thread's own: four loads of eight weights, four words of codes.
@@ -22,12 +22,15 @@ from qerl.kernels.sizes import ceil_div
 _PROGRAM_BLOCKS = 128
 
 
-def rounded(weight_OI: Tensor, rows: tuple[int, ...], *, fused: bool | None = None) -> tuple[PackedWeight, Tensor]:
+def rounded(
+    weight_OI: Tensor, rows: tuple[int, ...], rounding: str = "ct", *, fused: bool | None = None
+) -> tuple[PackedWeight, Tensor]:
     """(the weight in MXFP4, float32 [1]: 0, or infinity or NaN where the weight holds one), without waiting for the device.
 
     Args:
         weight_OI: float32, bfloat16 or float16.
         rows: of the fused parts.
+        rounding: `ct` or `torchao`.
         fused: signs by fused multiply-adds, as of `triton.Way`; None on a device alone.
     """
     (d_out, d_in), device = weight_OI.shape, weight_OI.device
@@ -46,6 +49,7 @@ def rounded(weight_OI: Tensor, rows: tuple[int, ...], *, fused: bool | None = No
         d_in,
         WHOLE=d_in % BLOCK == 0,
         FUSED=weight_OI.is_cuda if fused is None else fused,
+        TORCHAO=rounding == "torchao",
         N=_PROGRAM_BLOCKS,
         num_warps=4,
         enable_fp_fusion=False,
@@ -69,10 +73,13 @@ def _eight(weight, block, inside, blocks, d_in, FIRST: tl.constexpr, WHOLE: tl.c
 
 
 @triton.jit
-def _coded(w, inverse, FUSED: tl.constexpr):
+def _coded(w, inverse, FUSED: tl.constexpr, TORCHAO: tl.constexpr):
     """The word of eight codes [N]."""
     wide = tl.broadcast_to(inverse[:, None], w.shape)
-    if FUSED:
+    if TORCHAO:
+        # The sign is the weight's own, that of -0, too.
+        return words(w, w * wide, True)
+    elif FUSED:
         # The sum makes a positive zero of -0, and keeps the sign of what is too small to be a number.
         return words(w, tl.fma(w, wide, 0.0), True)
     else:
@@ -90,6 +97,7 @@ def _quantize_mxfp4(
     d_in,
     WHOLE: tl.constexpr,
     FUSED: tl.constexpr,
+    TORCHAO: tl.constexpr,
     N: tl.constexpr,
 ):
     block = tl.program_id(0).to(tl.int64) * N + tl.arange(0, N)
@@ -107,11 +115,15 @@ def _quantize_mxfp4(
     # A quarter carries into the exponent from 1.75 times a power of two on.
     exponent = tl.minimum(tl.maximum(((largest + 0x200000) >> 23) - 2, 0), 252)
     # 2^(127 - e), from 2^127 to 2^-125: a normal number.
-    inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
-    tl.store(packed + block * 4, _coded(first, inverse, FUSED), mask=inside)
-    tl.store(packed + block * 4 + 1, _coded(second, inverse, FUSED), mask=inside)
-    tl.store(packed + block * 4 + 2, _coded(third, inverse, FUSED), mask=inside)
-    tl.store(packed + block * 4 + 3, _coded(fourth, inverse, FUSED), mask=inside)
+    least = exponent
+    if TORCHAO:
+        # No divisor is below 2^-126.
+        least = tl.maximum(exponent, 1)
+    inverse = ((254 - least) << 23).to(tl.float32, bitcast=True)
+    tl.store(packed + block * 4, _coded(first, inverse, FUSED, TORCHAO), mask=inside)
+    tl.store(packed + block * 4 + 1, _coded(second, inverse, FUSED, TORCHAO), mask=inside)
+    tl.store(packed + block * 4 + 2, _coded(third, inverse, FUSED, TORCHAO), mask=inside)
+    tl.store(packed + block * 4 + 3, _coded(fourth, inverse, FUSED, TORCHAO), mask=inside)
     tl.store(scales + block, exponent.to(tl.uint8), mask=inside)
 
 

@@ -1,5 +1,5 @@
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-"""NVFP4, rounded to nearest as compressed-tensors does: one pass for the largest magnitude, one for scales and codes.
+"""NVFP4, rounded to nearest as compressed-tensors or torchao do: one pass for the largest magnitude, one for scales and codes.
 
 Every step gives the result of the float32 operation of `qerl.formats.nvfp4`, so the bytes are equal. E4M3 and E2M1 are rounded in
 integer and float32 arithmetic, not by the hardware's conversions, which older cards lack. A block is a thread's own: 16 weights by
@@ -19,13 +19,13 @@ import triton.language as tl
 from torch import Tensor
 
 from qerl.formats import PackedWeight
-from qerl.formats.base import check_finite, check_weight
+from qerl.formats.base import ROUNDINGS, check_finite, check_weight
 from qerl.formats.nvfp4 import BLOCK
-from qerl.kernels.quantize import mxfp4, reference
+from qerl.kernels.quantize import mxfp4, nf4, reference
 from qerl.kernels.quantize.words import words
 from qerl.kernels.sizes import ceil_div, power_of_2
 
-IN_USE = ("nvfp4",)
+IN_USE = ("nvfp4", "nf4", "nf4_dq")
 """Formats whose kernel is used; the rest is done by the reference. That of `mxfp4` has the format's bytes in the interpreter and has not run on a
 device: its name is all that turns it on."""
 _PROGRAM_ELEMENTS = 16384
@@ -54,25 +54,37 @@ def quantize(
     weight_OI: Tensor, format_name: str, method: str, rounding: str, segments: Sequence[int] | None, name: str
 ) -> PackedWeight:
     """See `qerl.kernels.quantize.quantize`."""
-    if format_name not in IN_USE or (method, rounding) != ("rtn", "ct") or weight_OI.dtype == torch.float64:
+    known = format_name in IN_USE and method == "rtn" and rounding in ROUNDINGS
+    if not known or weight_OI.dtype == torch.float64:
         return reference.quantize(weight_OI, format_name, method, rounding, segments, name)
     rows = check_weight(weight_OI, segments, name)
-    packed, reach = mxfp4.rounded(weight_OI, rows) if format_name == "mxfp4" else rounded(weight_OI, rows)
+    if format_name == "nvfp4":
+        packed, reach = rounded(weight_OI, rows, rounding)
+    elif format_name == "mxfp4":
+        packed, reach = mxfp4.rounded(weight_OI, rows, rounding)
+    else:
+        packed, reach = nf4.rounded(weight_OI, rows, doubly=format_name == "nf4_dq")
     # Asked last: the answer waits for the device, which has all passes to do by then.
     check_finite(reach, name)
     return packed
 
 
 def rounded(
-    weight_OI: Tensor, rows: tuple[int, ...], *, reach_1: Tensor | None = None, way: Way | None = None
+    weight_OI: Tensor,
+    rows: tuple[int, ...],
+    rounding: str = "ct",
+    *,
+    reach_1: Tensor | None = None,
+    way: Way | None = None,
 ) -> tuple[PackedWeight, Tensor]:
     """(the weight in NVFP4, its largest magnitude float32 [1]), without waiting for the device; meaningless where that is not finite.
 
     Args:
         weight_OI: float32, bfloat16 or float16.
         rows: of the fused parts.
+        rounding: `ct` or `torchao`.
         reach_1: the largest magnitude float32 [1], if it is known: the weight is read once then, not twice.
-        way: TIMED on a device where it is None.
+        way: TIMED on a device where it is None; nothing but its order and size of `torchao`, which multiplies.
     """
     (d_out, d_in), device = weight_OI.shape, weight_OI.device
     weight_OI = weight_OI.contiguous()
@@ -101,6 +113,7 @@ def rounded(
         SHORT=way.short,
         CORRECTIONS=1 if way.short and weight_OI.dtype != torch.float32 else 2,
         BACKWARDS=way.backwards,
+        TORCHAO=rounding == "torchao",
         PARTS=power_of_2(len(rows)),
         N=way.blocks,
         num_warps=4,
@@ -177,12 +190,20 @@ def _quantize(
     SHORT: tl.constexpr,
     CORRECTIONS: tl.constexpr,
     BACKWARDS: tl.constexpr,
+    TORCHAO: tl.constexpr,
     PARTS: tl.constexpr,
     N: tl.constexpr,
 ):
     # A number over a tensor is its reciprocal times the number, as torch divides.
-    g = tl.div_rn(1.0, tl.load(reach).to(tl.float32, bitcast=True)) * 2688.0
-    g = tl.where(g == float("inf"), 1.0, g)
+    reached = tl.load(reach).to(tl.float32, bitcast=True)
+    g = tl.div_rn(1.0, reached) * 2688.0
+    if TORCHAO:
+        # The largest float32 where G is beyond it, and 1 where its reciprocal is nothing.
+        p = tl.div_rn(reached, 2688.0)
+        g = tl.where(p > 0.0, tl.minimum(g, 3.4028234663852886e38), 1.0)
+        p = tl.where(p > 0.0, p, 1.0)
+    else:
+        g = tl.where(g == float("inf"), 1.0, g)
     program = tl.program_id(0)
     if BACKWARDS:
         program = tl.num_programs(0) - 1 - program
@@ -203,7 +224,13 @@ def _quantize(
     low = tl.load(weight + places, mask=mask, other=0.0).to(tl.float32)
     high = tl.load(weight + places + 8, mask=later, other=0.0).to(tl.float32)
     highest = tl.maximum(tl.max(tl.abs(low), axis=1), tl.max(tl.abs(high), axis=1))
-    if FUSED and (g > 1e-15) & (g < 1e15):
+    if TORCHAO:
+        byte, value = _e4m3(tl.minimum(tl.maximum(tl.div_rn(tl.div_rn(highest, 6.0), p), 0.015625), 448.0))
+        factor = tl.broadcast_to(tl.div_rn(tl.div_rn(1.0, p), value)[:, None], low.shape)
+        # Zeros times an overflowed factor would be NaN; the sign is the weight's own, that of -0, too.
+        first_word = words(low, tl.where(low == 0.0, low, low * factor), True)
+        second_word = words(high, tl.where(high == 0.0, high, high * factor), True)
+    elif FUSED and (g > 1e-15) & (g < 1e15):
         if SHORT:
             # Where the magnitudes are so small that the quotient's error is not exact, the scale is 0 whatever it is.
             sixth = _corrected(highest, -6.0, 0.16666667163372040, 1)

@@ -1,0 +1,111 @@
+"""The kernels of NF4, and of the rounding `torchao`, in the interpreter: the bytes of the formats, hard tensors included."""
+
+import pytest
+import torch
+import triton_cpu  # noqa: F401 - prepares the interpreter, before any kernel module
+from hard_tensors import CASES
+
+from qerl.errors import FormatError
+from qerl.formats import dequantize, get_format
+from qerl.formats.nf4 import QUANTILES
+from qerl.kernels.quantize import mxfp4, nf4
+from qerl.kernels.quantize import triton as kernel
+
+pytestmark = pytest.mark.interpret
+
+KINDS = [("nf4", "ct"), ("nf4_dq", "ct"), ("nvfp4", "torchao"), ("mxfp4", "torchao")]
+
+
+@pytest.fixture(autouse=True)
+def all_in_use(monkeypatch):
+    monkeypatch.setattr(kernel, "IN_USE", (*kernel.IN_USE, "mxfp4"))
+
+    def no_reference(*_):
+        raise AssertionError("the reference's arithmetic")
+
+    monkeypatch.setattr(kernel.reference, "quantize", no_reference)
+
+
+def assert_equal_bytes(weight: torch.Tensor, name: str, rounding: str, segments: tuple[int, ...] | None = None) -> None:
+    found = kernel.quantize(weight, name, "rtn", rounding, segments, "w")
+    expected = get_format(name).quantize(weight, rounding=rounding, segments=segments, name="w")
+    assert (found.format, found.shape, found.segments) == (expected.format, expected.shape, expected.segments)
+    assert found.tensors.keys() == expected.tensors.keys()
+    for key, tensor in expected.tensors.items():
+        assert (found.tensors[key].dtype, found.tensors[key].shape) == (tensor.dtype, tensor.shape)
+        assert torch.equal(found.tensors[key].view(torch.uint8), tensor.view(torch.uint8)), key
+    assert torch.equal(dequantize(found), dequantize(expected))
+
+
+@pytest.mark.parametrize(("name", "rounding"), KINDS)
+@pytest.mark.parametrize("case", CASES)
+def test_hard_tensors_have_the_bytes_of_the_format(name, rounding, case):
+    assert_equal_bytes(CASES[case](), name, rounding)
+
+
+@pytest.mark.parametrize(("name", "rounding"), KINDS)
+@pytest.mark.parametrize(
+    ("shape", "segments"),
+    [
+        ((1, 1), None),
+        ((3, 16), None),
+        ((5, 40), (2, 3)),
+        ((7, 9), (3, 1, 3)),
+        ((1, 64), None),
+        ((70, 64), (8, 60, 2)),
+        ((3, 150), (2, 1)),
+    ],
+)
+def test_shapes_parts_and_magnitudes(name, rounding, shape, segments):
+    """Blocks that straddle rows, last blocks that are not whole, parts of odd counts."""
+    for size in (1.0, 1e-38, 1e-3, 1e30):
+        weight = size * torch.randn(*shape, generator=torch.Generator().manual_seed(0))
+        weight[0, 0], weight[-1, -1] = 0.0, -0.0
+        assert_equal_bytes(weight, name, rounding, segments)
+        if size > 1e-30:  # the interpreter misreads the subnormal numbers of bfloat16
+            assert_equal_bytes(weight.bfloat16(), name, rounding, segments)
+    assert_equal_bytes(torch.zeros(shape), name, rounding, segments)
+
+
+def test_the_lower_of_two_quantiles_that_are_as_near():
+    """Every middle and its neighbors, with scales that are powers of two, so that products are exact; and the quantiles themselves."""
+    middles = torch.tensor(nf4._middles())
+    values = torch.cat(
+        [middles, *(torch.nextafter(middles, torch.tensor(side)) for side in (-2.0, 2.0)), torch.tensor(QUANTILES)]
+    )
+    for scale in (1.0, 2.0**-100, 2.0**90):
+        block = torch.cat([values, torch.tensor([1.0, -0.0, 0.0])]) * scale
+        assert len(block) == 64
+        assert_equal_bytes(torch.stack([block, -block, block.flip(0)]), "nf4", "ct")
+    found = kernel.quantize(torch.cat([middles, torch.ones(1)])[None], "nf4", "rtn", "ct", None, "w")
+    codes = torch.stack((found.tensors["packed"] >> 4, found.tensors["packed"] & 15), 1).view(-1)
+    assert codes.tolist() == list(range(16)), "a middle has the code below it"
+
+
+def test_a_code_is_the_number_of_middles_below_in_a_fine_sweep():
+    weight = torch.linspace(-1, 1, 1 << 15)[:, None].expand(-1, 2).clone()
+    weight[:, 1] = 1.0
+    sweep = weight.new_ones(1 << 12, 64)
+    sweep[:, :8] = weight[:, 0].view(-1, 8)
+    assert_equal_bytes(sweep, "nf4", "ct")
+
+
+@pytest.mark.parametrize("rounding", ["ct", "torchao"])
+@pytest.mark.parametrize("name", ["nf4", "nf4_dq", "mxfp4", "nvfp4"])
+@pytest.mark.parametrize(("value", "said"), [(float("nan"), "NaN"), (-float("inf"), "infinity")])
+def test_values_that_are_not_finite_are_refused_by_name(name, rounding, value, said):
+    weight = torch.ones(3, 40)
+    weight[2, 35] = value
+    with pytest.raises(FormatError, match=f"'w' holds a value that is not finite.*{said}"):
+        kernel.quantize(weight, name, "rtn", rounding, None, "w")
+
+
+def test_the_largest_block_of_mxfp4_saturates_and_its_smallest_divisor_is_2_to_the_minus_126():
+    weight = torch.full((4, 32), 3.0e38)
+    weight[1], weight[2], weight[3] = 2.0**-128, -(2.0**-149), 5 * 2.0**-127
+    weight[3, ::3] = -0.0
+    for rounding in ("ct", "torchao"):
+        expected = get_format("mxfp4").quantize(weight, rounding=rounding)
+        for fused in (False, True):
+            found, _ = mxfp4.rounded(weight, (4,), rounding, fused=fused)
+            assert all(torch.equal(found.tensors[key], tensor) for key, tensor in expected.tensors.items())
