@@ -15,15 +15,19 @@ from tiny_models import load_tiny, write_tiny
 
 from qerl.config.load import load_config
 from qerl.formats import get_format
+from qerl.kernels.cached_attention import CacheRows
+from qerl.kernels.cached_attention import triton as cached_attention
+from qerl.kernels.cached_attention.plan import plan_for
 from qerl.kernels.fp4_linear import kept
 from qerl.kernels.fp4_linear.adapter import Placement
 from qerl.kernels.rms_norm import triton as rms_norm
+from qerl.kernels.sampling import triton as sampling
 from qerl.kernels.token_logprobs import logits
 from qerl.kernels.token_logprobs import triton as token_logprobs
 from qerl.model.aqn import NoiseState
 from qerl.objective.batch import Sample
 from qerl.records import Completion, Prompt, SamplingSpec
-from qerl.rollout.engine import Engine
+from qerl.rollout.engine import BUCKETS, Engine
 from qerl.train.learn import learn
 from qerl.train.optimizer import make_optimizer
 from qerl.train.timing import StageTimer
@@ -155,3 +159,34 @@ def test_the_fp8_head_has_one_variant_for_each_tile_of_tokens():
         for tokens in range(1, 257):
             logits.fp8_logits(torch.zeros(tokens, 64).bfloat16(), head)
     assert variants.counts() == {"token_logprobs.logits._fp8_logits": 4}, variants.differences()
+
+
+def test_decode_steps_of_all_sizes_meet_few_variants(monkeypatch):
+    """Of a 0.5B on an H200, with short contexts and long ones."""
+    heads, kv_heads, size = 14, 2, 64
+    monkeypatch.setattr(cached_attention, "_processors", lambda device: 132)
+    words, table = torch.zeros(512, dtype=torch.int64), torch.zeros(512, 40, dtype=torch.int32)
+    books = dict.fromkeys(("last_token_R", "length_R", "count_R", "limit_R", "alive_R"), words)
+    books |= {"tokens_WR": torch.zeros(8, 512, dtype=torch.int32), "logprobs_2WR": torch.zeros(2, 8, 512)}
+    cache = torch.zeros(4, 64, kv_heads, size).bfloat16()
+    with recorded() as variants:
+        for rows in [bucket for bucket in BUCKETS if bucket <= 256]:
+            some, turns = words[:rows], torch.zeros(rows, size)
+            qkv = torch.zeros(rows, (heads + 2 * kv_heads) * size).bfloat16()
+            for tiles in (16, 64):
+                plan = plan_for(rows, kv_heads, 132, tiles)
+                where = CacheRows(some, 64, table_BN=table[:rows])
+                cached_attention.cached_attention(
+                    qkv, (turns, turns), heads, kv_heads, cache, cache, where, 0.1, None, plan
+                )
+            uniforms, temperature = sampling.keyed_uniforms(words[:3], some, some), torch.ones(1, dtype=torch.float64)
+            tokens, logprobs = sampling.draw_token(torch.zeros(rows, 1000), uniforms, temperature)
+            sampling.advance_rows(tokens, logprobs, logprobs, **books, cursor_1=words[:1], eos_E=words[:2])
+    assert variants.counts() == {
+        # Parts of contexts in 64 lanes, in 512, or none are cut; copies that go ahead for many programs or for few.
+        "cached_attention.contexts.attend": 5,
+        "sampling.triton._advance": 2,
+        "sampling.triton._block_stats": 1,
+        "sampling.triton._pick": 1,
+        "sampling.triton._uniforms": 1,
+    }, variants.differences()

@@ -100,10 +100,15 @@ def advance_rows(tokens_B: Tensor, behavior_B: Tensor, sampler_B: Tensor, **book
         len(eos_E),
         tokens_WR.shape[0] * tokens_WR.shape[1],
         tokens_WR.shape[1],
-        LANES=triton.next_power_of_2(rows),
+        LANES=_lanes(rows),
         num_warps=4,
         **overlap(tokens_B.device),
     )
+
+
+def _lanes(rows: int) -> int:
+    """Lanes that hold a number for each of so many rows; few different ones, since kernels are compiled for each, and a warp has 32 anyway."""
+    return next((lanes for lanes in (64, 256) if rows <= lanes), triton.next_power_of_2(rows))
 
 
 @triton.jit(do_not_specialize=["rows"])
