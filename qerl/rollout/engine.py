@@ -46,6 +46,9 @@ GROWTH = 1.25
 """A kept cache that is too small for all rows is made anew, and steps are captured anew, if that makes it so much larger; else some
 sequences wait or are preempted."""
 
+MOST_KEYS = 1 << 32
+"""Sample keys there are: each is a word of a counter."""
+
 KV_SHARE = 0.5
 """Most of the free memory of a CUDA device that keys and values take when no budget is given."""
 
@@ -190,7 +193,7 @@ class Engine:
             ``tokens_per_second`` (generated, over ``seconds``).
 
         Raises:
-            ConfigError: a sampling setting or the group size is out of range, or the keys and values of the longest sequence do not
+            ConfigError: a sampling setting, the group size or a sample key is out of range, or the keys and values of the longest sequence do not
                 fit the memory for them.
             DataError: no prompts, or a prompt that is empty, too long, or not of this model's vocabulary.
             TrainingError: the model gives logits that are not finite.
@@ -198,6 +201,8 @@ class Engine:
         check_sampling(sampling)
         if group_size < 1:
             raise ConfigError("the group size is out of range", got=group_size, expected="1 or more")
+        if not 0 <= first_sample_key <= MOST_KEYS - len(prompts) * group_size:
+            raise ConfigError("a sample key is out of range", got=first_sample_key, expected=f"0 to {MOST_KEYS - 1}")
         self._check_prompts(prompts, sampling)
         if limits is not None and not (
             len(limits) == len(prompts) * group_size and 1 <= min(limits) <= max(limits) <= sampling.max_new_tokens

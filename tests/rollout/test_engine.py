@@ -349,6 +349,9 @@ def test_settings_out_of_range_are_refused_by_name(model, tokenizer):
         Engine(model, tokenizer, max_model_len=MAX_POSITIONS + 1)
     with pytest.raises(ConfigError, match="group size"):
         Engine(model, tokenizer).generate(make_prompts([3]), SamplingSpec(), group_size=0)
+    for key in (-1, (1 << 32) - 1):
+        with pytest.raises(ConfigError, match="sample key"):
+            Engine(model, tokenizer).generate(make_prompts([3]), SamplingSpec(), group_size=2, first_sample_key=key)
     with pytest.raises(ConfigError, match="top_p"):
         Engine(model, tokenizer).generate(make_prompts([3]), SamplingSpec(top_p=0.0))
 
