@@ -2,7 +2,7 @@
 
     python tests/kernels/triton_compile.py ARCH ...
 
-prints one line a kernel and architecture. Exit status 1 if one does not compile.
+prints one line a kernel and architecture. Exit status 1 if one does not compile, or has an offset of 32 bits that may not be wide enough (`addresses.py`).
 """
 
 import sys
@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import torch
 import triton
+from addresses import growing_offsets
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
@@ -45,6 +46,14 @@ TYPES = {
     FP8: "*fp8e4nv",
     torch.uint8: "*u8",
 }
+
+NARROW = {
+    "token_logprobs.logits._fp8_logits": "token * width of at most 256 tokens",
+    "cached_attention.contexts.attend": "pages of one row: its length over the page's",
+    "cached_attention.contexts.attend_together": "as `attend`",
+    "fp4_linear.kept._product": "row of B * rank, of an adapter; runs of one tile's inputs, at most a few",
+}
+"""Kernel -> why an offset of 32 bits that is a product of two numbers is wide enough."""
 
 FIRST_FP8, FIRST_OVERLAP = 89, 90
 """Architectures that convert FP8, and that know overlapping launches."""
@@ -91,6 +100,8 @@ def catch(archs: list[int], failures: list[str]) -> None:
                 failures.append(f"{self.__module__}.{self.__name__} for sm_{arch}: {str(error)[-1500:]}")
                 continue
             name = f"{self.__module__.removeprefix('qerl.kernels.')}.{self.__name__}"
+            if name not in NARROW and (offsets := growing_offsets(binary.asm["ttir"])):
+                failures.append(f"{name} has offsets of 32 bits that grow with its inputs:\n" + "\n".join(offsets))
             print(f"sm_{arch} {name}: {binary.metadata.shared} bytes of shared memory")
 
     JITFunction.run = run
