@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import pairwise
 from typing import Protocol
 
@@ -344,6 +345,7 @@ def _with_ring(shape: Shape, device: Device) -> Shape:
     return replace(shape, stages=shape.stages or min(MOST_STAGES, room // shape.stage_bytes))
 
 
+@cache
 def wgmma_source(tokens: int) -> str:
     """CUDA C++ of `multiply`: the product of 64 rows x 16 inputs in registers with [16, tokens] in shared memory."""
     count = tokens // 2
