@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from rollout_builders import load_tiny, make_prompts, shift_adapters, write_checkpoint
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from qerl.config.load import load_config
 from qerl.errors import TrainingError
@@ -207,6 +208,34 @@ def test_the_answer_is_long_enough_of_the_shortest_prompt_and_the_first(model, f
     assert chosen.sample_key == 2 and len(chosen.token_ids) == 8
     assert choose_answer(many, 100).sample_key == 3
     assert len(choose_answer(many[:1], 8).token_ids) == 3
+
+
+class Waits(TorchDispatchMode):
+    """Notes operations for which a host would wait for its GPU: numbers read, sizes that depend on values, tensors made of lists."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        if any(name in str(operation) for name in ("_local_scalar_dense", "nonzero", "masked_select", "lift_fresh")):
+            self.found.append(str(operation))
+        return operation(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("scope", [None, "rollout", "group", "response", "token"])
+def test_nothing_that_the_passes_do_waits_for_a_device(model, folder, scope):
+    """Of the model's code, on the CPU; the test below has the kernels' wrappers too."""
+    noise = None if scope is None else replace(NOISE, scope=scope, prompt="clean").materialize(model)
+    rollout, config = sample(model, folder, noise=noise), load_config(None, [])
+    OwnAnswer(config, model, rollout, noise).launch()  # as the learning pass: what is made once is there
+    again = OwnAnswer(config, model, rollout, noise)
+    with Waits() as waits:
+        again.launch()
+    assert waits.found == []
+    with Waits() as waits:
+        again.read()
+    assert waits.found
 
 
 @pytest.mark.gpu
