@@ -9,9 +9,11 @@ from qerl.kernels import philox
 from qerl.kernels.activation import silu_mul
 from qerl.kernels.attention import KeySpans, packed_attention
 from qerl.kernels.cached_attention import CacheRows, cached_attention
+from qerl.kernels.philox import triton as philox_triton
 from qerl.kernels.quantize import mxfp4, quantize
 from qerl.kernels.quantize import triton as quantize_triton
-from qerl.kernels.rms_norm import add_rms_norm, noise_values, rms_norm
+from qerl.kernels.rms_norm import TableNoise, add_rms_norm, noise_values, rms_norm
+from qerl.kernels.rms_norm import triton as norm_triton
 from qerl.kernels.rope import HeadNorms, rope
 from qerl.kernels.token_logprobs import token_logprobs
 from qerl.kernels.token_logprobs.tiles import TILE_ROWS, tile_tokens
@@ -140,6 +142,42 @@ def test_a_captured_step_follows_new_keys_and_lengths():
             fresh,
         )
     assert all(torch.equal(*pair) for pair in zip((*captured, *caches), (*expected, *fresh), strict=True))
+
+
+@pytest.mark.parametrize("form", ["none", "one draw", "a row a token"])
+def test_a_step_whose_norms_read_early_follows_its_tables(form, monkeypatch):
+    """Norms behind one another in a graph, each beginning before the one in front has ended; what they read early changes between replays."""
+    tokens, width = 64, 3584
+    x, residual = (random(tokens, width, seed=s, device=DEVICE, dtype=torch.bfloat16) for s in (0, 1))
+    weight, z = random(width, seed=2, device=DEVICE), 0.1 * random(tokens, width, seed=3, device=DEVICE)
+    noise = {"none": None, "one draw": z[0], "a row a token": TableNoise(z_RD=z)}[form]
+
+    def step():
+        h, stream = x, residual
+        for _ in range(8):
+            h, stream = add_rms_norm(h, stream, weight, 1e-6, noise)
+        return h, stream
+
+    monkeypatch.setattr(norm_triton, "EARLY", True)
+    with torch.no_grad():
+        step()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = step()
+        for seed in range(3):
+            z.copy_(0.1 * random(tokens, width, seed=10 + seed, device=DEVICE))
+            weight.copy_(random(width, seed=20 + seed, device=DEVICE))
+            graph.replay()
+            monkeypatch.setattr(norm_triton, "EARLY", False)
+            assert all(torch.equal(*pair) for pair in zip(found, step(), strict=True))
+
+
+@pytest.mark.parametrize("rows", [9000, 2])
+def test_rows_of_a_program_change_no_bits(rows, monkeypatch):
+    counters = {"c1": torch.arange(rows, device=DEVICE), "c2": 7, "c3": 1}
+    alone = philox.normal_rows(*STREAM, 1030, **counters)
+    monkeypatch.setattr(philox_triton, "ROWS", 4)
+    assert torch.equal(philox.normal_rows(*STREAM, 1030, **counters), alone)
 
 
 @pytest.mark.parametrize(("tokens", "width"), [(1, 18944), (3, 129), (1000, 4864)])

@@ -70,7 +70,7 @@ def normal_pair(word_radius, word_angle):
 def normal_rows_tile(k0, k1, c1, c2, c3, first_block, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """float32 [ROWS, BLOCK]: row r, element i is the standard normal of channel 4 * first_block + i at counter c1[r], c2[r], c3.
 
-    Key and counters are uint32 (c1 and c2 of shape [ROWS], the others scalars); BLOCK is a multiple of 4.
+    Key and counters are uint32 (c1 and c2 of shape [ROWS], the key scalars, c3 a scalar or [ROWS, 1]); BLOCK is a multiple of 4.
     """
     blocks = (first_block + tl.arange(0, BLOCK // 4)).to(tl.uint32)
     zero = tl.zeros((ROWS, BLOCK // 4), tl.uint32)

@@ -14,6 +14,11 @@ from qerl.kernels.philox.reference import Key
 from qerl.kernels.sizes import ceil_div, power_of_2
 
 _BLOCK, _WARPS = 512, 4
+ROWS = 1
+"""Rows of a program where there are many: its key, and the steps of the key from round to round, serve so many blocks of a thread. 4 is to be timed
+(`benchmarks/ops.py`, norms)."""
+_MANY = 8192
+"""Programs of one row from which several rows a program still fill a device."""
 
 
 def normal_rows(key: Key, n: int, c1: Tensor | int, c2: Tensor | int, c3: Tensor | int) -> Tensor:
@@ -25,9 +30,19 @@ def normal_rows(key: Key, n: int, c1: Tensor | int, c2: Tensor | int, c3: Tensor
     result_Rn = torch.empty(rows, n, dtype=torch.float32, device=device)
     strides = [c.stride(0) if len(c) == rows and rows > 1 else 0 for c in counters]
     block = min(_BLOCK, power_of_2(max(n, 4)))
+    together = ROWS if rows * ceil_div(n, block) >= _MANY else 1
     if result_Rn.numel():
-        _normal_rows[(rows, ceil_div(n, block))](
-            key_2, *counters, *strides, result_Rn, n, BLOCK=block, num_warps=_WARPS, enable_fp_fusion=False
+        _normal_rows[(ceil_div(rows, together), ceil_div(n, block))](
+            key_2,
+            *counters,
+            *strides,
+            result_Rn,
+            rows,
+            n,
+            ROWS=together,
+            BLOCK=block,
+            num_warps=_WARPS,
+            enable_fp_fusion=False,
         )
     return result_Rn
 
@@ -54,23 +69,23 @@ def _on_device(key: Key, device: torch.device) -> Tensor:
     return torch.tensor(key, device=device)
 
 
-@triton.jit(do_not_specialize=["stride1", "stride2", "stride3"])
-def _normal_rows(key, c1, c2, c3, stride1, stride2, stride3, result, n, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
+@triton.jit(do_not_specialize=["stride1", "stride2", "stride3", "rows"])
+def _normal_rows(key, c1, c2, c3, stride1, stride2, stride3, result, rows, n, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    inside = row < rows
     column = tl.program_id(1) * BLOCK
-    zero = tl.zeros((1,), tl.int32)
     z = normal_rows_tile(
         tl.load(key).to(tl.uint32),
         tl.load(key + 1).to(tl.uint32),
-        tl.load(c1 + row * stride1 + zero).to(tl.uint32),
-        tl.load(c2 + row * stride2 + zero).to(tl.uint32),
-        tl.load(c3 + row * stride3).to(tl.uint32),
+        tl.load(c1 + row * stride1, mask=inside, other=0).to(tl.uint32),
+        tl.load(c2 + row * stride2, mask=inside, other=0).to(tl.uint32),
+        tl.load(c3 + row * stride3, mask=inside, other=0).to(tl.uint32)[:, None],
         column // 4,
-        1,
+        ROWS,
         BLOCK,
     )
     columns = column + tl.arange(0, BLOCK)
-    tl.store(result + row * n + columns[None, :], z, mask=columns[None, :] < n)
+    tl.store(result + row[:, None] * n + columns[None, :], z, mask=inside[:, None] & (columns < n)[None, :])
 
 
 @triton.jit(do_not_specialize=["count"])

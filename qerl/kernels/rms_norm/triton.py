@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qerl.kernels.overlap import begin, overlap
+from qerl.kernels.overlap import launch_next, overlap, wait
 from qerl.kernels.philox.device import normal_rows_tile
 from qerl.kernels.rms_norm import reference
 from qerl.kernels.rms_norm.noise import KeyedNoise, NormNoise, TableNoise, noise_values
@@ -30,6 +30,9 @@ _SUMMING_WARPS = 4096
 _TILES, _PROGRAMS = 8, 1024
 # Numbers that change from pass to pass, or from norm to norm, and that no access to memory is made wider by: kernels are compiled once for all of their values.
 _OF_THE_PASS = ["count", "c1", "c1_stride", "c2_stride"]
+EARLY = False
+"""Programs of one tile read w, and z where it lies in memory for the whole step, before the kernel in front of them has ended: nothing that lets
+the next kernel come before its own end may write these. To be timed (`benchmarks/ops.py`, norms)."""
 # Draws are made once for all tokens that share one, and not in registers, where there are this many tokens a draw.
 _SHARED = 2
 
@@ -129,6 +132,7 @@ def _launch_forward(
     given = _NoiseArguments(noise, len(x))
     tiles = ceil_div(len(x), rows_a_tile)
     tiles_a_program = _tiles_a_program(tiles)
+    early = EARLY and tiles_a_program == 1
     if tiles:
         _forward[(ceil_div(tiles, tiles_a_program),)](
             x,
@@ -142,6 +146,8 @@ def _launch_forward(
             eps,
             tiles_a_program,
             **given.flags,
+            EARLY=early,
+            AHEAD=given.flags["SHARED"] or (early and given.in_rows),
             ADD=residual is not None,
             D=width,
             ROWS=rows_a_tile,
@@ -190,6 +196,8 @@ class _NoiseArguments:
         self.pointers = (*table, *keyed, *of_tokens)
         source = 2 if keyed[0] is not None else 1 if table[0] is not None else 0
         shared = source == 0 or (source == 1 and table[1] == 0 and of_tokens[1] is None)
+        self.in_rows = source == 1 and all(tensor is None for tensor in of_tokens)
+        """Whether z of token t is row t of a table, or the only one."""
         self.flags: dict[str, Any] = {"SOURCE": source, "SPREADS": spreads, "SHARED": shared}
 
 
@@ -274,23 +282,29 @@ def _forward(
     SOURCE: tl.constexpr,
     SPREADS: tl.constexpr,
     SHARED: tl.constexpr,
+    EARLY: tl.constexpr,
+    AHEAD: tl.constexpr,
     ADD: tl.constexpr,
     D: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    begin(OVERLAP)
+    launch_next(OVERLAP)
+    if not EARLY:
+        wait(OVERLAP)
     program = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     w = tl.load(weight + columns, mask=columns < D, other=0.0).to(tl.float32)[None, :]
-    if SHARED:
+    if AHEAD:
         tokens = program * ROWS + tl.arange(0, ROWS)
         inside = tokens < count
         scale = _scale(
             w, table, table_stride, key, c1, c1_R, c1_stride, c2_R, c2_stride, c3_1, spread, rows_T, noisy_T, tokens,
             inside, SOURCE, SPREADS, SHARED, D, ROWS, BLOCK,
         )  # fmt: skip
+    if EARLY:
+        wait(OVERLAP)
     for tile in range(tiles_a_program):
         tokens = (program * tiles_a_program + tile) * ROWS + tl.arange(0, ROWS)
         inside = tokens < count
@@ -298,7 +312,7 @@ def _forward(
         places = tokens[:, None] * D + columns[None, :]
         wide = tl.load(x + places, mask=mask, other=0.0).to(tl.float32)
         # Read, or drawn, before the sum of squares is waited for.
-        if not SHARED:
+        if not AHEAD:
             scale = _scale(
                 w, table, table_stride, key, c1, c1_R, c1_stride, c2_R, c2_stride, c3_1, spread, rows_T, noisy_T, tokens,
                 inside, SOURCE, SPREADS, SHARED, D, ROWS, BLOCK,
