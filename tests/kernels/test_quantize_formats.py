@@ -43,26 +43,25 @@ def test_hard_tensors_have_the_bytes_of_the_format(name, rounding, case):
     assert_equal_bytes(CASES[case](), name, rounding)
 
 
-@pytest.mark.parametrize(("name", "rounding"), KINDS)
+SHAPES = [((7, 9), (3, 1, 3)), ((12, 64), (2, 9, 1)), ((3, 150), (2, 1))]
+
+
 @pytest.mark.parametrize(
-    ("shape", "segments"),
+    ("name", "rounding", "shape", "segments"),
     [
-        ((1, 1), None),
-        ((3, 16), None),
-        ((5, 40), (2, 3)),
-        ((7, 9), (3, 1, 3)),
-        ((1, 64), None),
-        ((70, 64), (8, 60, 2)),
-        ((3, 150), (2, 1)),
+        *((*kind, *shape) for kind in KINDS for shape in SHAPES),
+        ("nf4", "ct", (1, 1), None),
+        ("nf4", "ct", (5, 40), (2, 3)),
+        ("nvfp4", "torchao", (70, 16), None),
     ],
 )
 def test_shapes_parts_and_magnitudes(name, rounding, shape, segments):
     """Blocks that straddle rows, last blocks that are not whole, parts of odd counts."""
-    for size in (1.0, 1e-38, 1e-3, 1e30):
+    for size in (1.0, 1e-38):
         weight = size * torch.randn(*shape, generator=torch.Generator().manual_seed(0))
         weight[0, 0], weight[-1, -1] = 0.0, -0.0
         assert_equal_bytes(weight, name, rounding, segments)
-        if size > 1e-30:  # the interpreter misreads the subnormal numbers of bfloat16
+        if size == 1.0:  # the interpreter misreads the subnormal numbers of bfloat16
             assert_equal_bytes(weight.bfloat16(), name, rounding, segments)
     assert_equal_bytes(torch.zeros(shape), name, rounding, segments)
 
@@ -83,15 +82,13 @@ def test_the_lower_of_two_quantiles_that_are_as_near():
 
 
 def test_a_code_is_the_number_of_middles_below_in_a_fine_sweep():
-    weight = torch.linspace(-1, 1, 1 << 15)[:, None].expand(-1, 2).clone()
-    weight[:, 1] = 1.0
-    sweep = weight.new_ones(1 << 12, 64)
-    sweep[:, :8] = weight[:, 0].view(-1, 8)
+    sweep = torch.ones(1 << 9, 64)
+    sweep[:, :63] = torch.linspace(-1, 1, 63 << 9).view(-1, 63)
     assert_equal_bytes(sweep, "nf4", "ct")
 
 
 @pytest.mark.parametrize("rounding", ["ct", "torchao"])
-@pytest.mark.parametrize("name", ["nf4", "nf4_dq", "mxfp4", "nvfp4"])
+@pytest.mark.parametrize("name", ["nf4", "mxfp4", "nvfp4"])
 @pytest.mark.parametrize(("value", "said"), [(float("nan"), "NaN"), (-float("inf"), "infinity")])
 def test_values_that_are_not_finite_are_refused_by_name(name, rounding, value, said):
     weight = torch.ones(3, 40)

@@ -121,8 +121,7 @@ def calls() -> None:
         KeyedNoise(**keyed, spread=weight, rows_T=rows, noisy_T=noisy),
     )
     rms_norm.EARLY = True
-    for noise in (None, weight, TableNoise(z_RD=x.float())):
-        rms_norm.add_forward(x, x, weight, 1e-6, noise, x.dtype)
+    rms_norm.add_forward(x, x, weight, 1e-6, TableNoise(z_RD=x.float()), x.dtype)
     rms_norm.EARLY = False
     for noise in forms:
         _, stream, inverse = rms_norm.add_forward(x.float(), x.float(), weight, 1e-6, noise, x.dtype)
@@ -155,8 +154,7 @@ def calls() -> None:
     logp, entropy = token_logprobs.token_logprobs(hidden, head, None, rows, 1.0, None)
     (logp.sum() + entropy.sum()).backward()
     wanted = Wanted.of(tokens, torch.full((tokens,), 0.5), torch.float32, head.device)
-    for temperature in (1.0, 0.7):
-        token_logprobs.token_logprobs(hidden.detach(), head, None, rows, temperature, None, wanted)
+    token_logprobs.token_logprobs(hidden.detach(), head, None, rows, 0.7, None, wanted)
     decode_calls(rows)
     kept_calls()
 
