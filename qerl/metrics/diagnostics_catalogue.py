@@ -152,7 +152,7 @@ _CANARY = section(
         "nats",
         (
             "Mean |log-prob in the engine - in the trainer| of one of the step's own answers (at most 8 tokens in float32, 128 in bfloat16), under the "
-            "policy and the noise that sampled it; above 1e-3 (bfloat16: 0.2) stops the run before the update."
+            "policy and the noise that sampled it; above 1e-3 (bfloat16: 0.2), on many answers too, stops the run before the update."
         ),
     ),
     (

@@ -125,6 +125,35 @@ def test_a_doubt_is_settled_by_all_answers(model, folder, monkeypatch):
     assert metrics["canary/own/adapters_share"] == pytest.approx(0.0, abs=1e-6)
 
 
+@pytest.mark.parametrize("seed", range(12))
+def test_passes_that_differ_by_their_rounding_alone_are_no_fault(model, folder, seed):
+    """Adapters of a first update change what is rounded and little else: the trainer's passes then differ by rounding, of which a sound engine has
+    its own."""
+    rollout, generator = sample(model, folder), torch.Generator().manual_seed(seed)
+    sizes = {"": 2.5e-5, "adapters": 1.25e-5}
+
+    class Rounding(OwnAnswer):
+        def _score(self, left_out, batch, context):
+            normal, scale = torch.randn(2, len(batch.targets_N), generator=generator)
+            return batch.behavior_logprobs_N + normal * scale.abs() * sizes[left_out]
+
+    found = Rounding(load_config(None, []), model, rollout, None)
+    found.read()
+    assert found.metrics["canary/own/adapters_effect"] > 3e-6 and "canary/own/adapters_share" not in found.metrics
+
+
+def test_one_answer_of_unlikely_tokens_is_no_disagreement(model, folder):
+    rollout = sample(model, folder)
+    chosen = choose_answer(rollout.completions, own_answer.TOKENS[torch.float32])
+    off = [
+        replace(one, behavior_logprobs=tuple(p + 2e-3 for p in one.behavior_logprobs))
+        if one.sample_key == chosen.sample_key
+        else one
+        for one in rollout.completions
+    ]
+    assert read(model, replace(rollout, completions=tuple(off)))["canary/own/engine_difference"] > 1e-3
+
+
 def test_an_engine_that_disagrees_is_found_at_once(model, folder):
     old = copy.deepcopy(model)
     shift_adapters(model, 0.1)

@@ -8,7 +8,9 @@ adapters (or the noise), each token tells how much of the move from o to t the e
     share = sum of clip(sign(t - o) (e - o), -|t - o|, 3 |t - o|) / sum of |t - o|
 
 1 where the engine samples what the trainer trains; 0 where it ignores the adapters (reads another noise key). What rounding adds to a
-mean over N tokens is about r / sqrt(N); where moves are not well above that, nothing is concluded from the share.
+mean over N tokens is about r / sqrt(N); where moves are not well above that, nothing is concluded from the share. Nor is it where the move of
+a token is not well above r: the least change lets a deep network round otherwise, so t and o differ by rounding, and the share of a sound
+engine in that is a half or less (0.3 where t has twice the rounding of o), for any number of tokens.
 
 The passes are small, so on a GPU they cost the time of launching them, unless the device is busy meanwhile: they are told to it behind the
 gradient of the first micro-batch (``qerl.train.learn``), and read where the host waits anyway.
@@ -46,6 +48,8 @@ FP8_ROUNDING = 0.1
 
 DOUBT_FROM, SURE_FROM = 6.0, 12.0
 """A move this many times what rounding adds to its mean is looked at, and is concluded from."""
+CLEAR = 4.0
+"""Nor is anything concluded from moves of less than so many times the rounding of a token."""
 LEAST_SHARE = 0.5
 
 
@@ -126,14 +130,14 @@ class OwnAnswer:
             return
         difference = float((engine_N - now_N).abs().mean())
         self.metrics = {"canary/own/engine_difference": difference}
-        check_agreement(difference, self.model.dtype, self.config.rollout.kv_format)
+        self._check_agreement(difference)
         telling = float(now_N.min()) < -CERTAIN
         for cause, without_N in others.items():
             move = measure_move(engine_N, now_N, without_N, self.rounding)
             self.metrics[f"canary/own/{cause}_effect"] = move.effect
             if move.effect == 0.0 and telling and self._must_move(cause):
                 raise self._fault(f"the trainer's log-probs do not change with the {cause}", move, len(now_N))
-            if move.standing >= DOUBT_FROM:
+            if self._tells(move, DOUBT_FROM):
                 self.metrics[f"canary/own/{cause}_share"] = move.share
                 if move.share < LEAST_SHARE:
                     self._look_again(cause)
@@ -145,8 +149,23 @@ class OwnAnswer:
         context = batch.context()
         now_N, without_N = (self._score(left_out, batch, context).double() for left_out in ("", cause))
         move = measure_move(batch.behavior_logprobs_N.double(), now_N, without_N, self.rounding)
-        if move.standing >= SURE_FROM and move.share < LEAST_SHARE:
+        if self._tells(move, SURE_FROM) and move.share < LEAST_SHARE:
             raise self._fault(f"the engine ignores the {cause}", move, len(now_N))
+
+    def _tells(self, move: Move, least: float) -> bool:
+        """Whether a move of this standing is large enough for its share to be the engine's, and not rounding's."""
+        return move.standing >= least and move.effect >= CLEAR * ROUNDING[self.model.dtype]
+
+    @torch.no_grad()
+    def _check_agreement(self, difference: float) -> None:
+        """As `check_agreement`; a few tokens may be unlikely ones, which rounding moves most, so many answers are asked then."""
+        dtype, kv_format = self.model.dtype, self.config.rollout.kv_format
+        try:
+            check_agreement(difference, dtype, kv_format)
+        except TrainingError:
+            batch = self._pack(self.rollout.completions)
+            now_N = self._score("", batch, batch.context())
+            check_agreement(float((batch.behavior_logprobs_N - now_N).double().abs().mean()), dtype, kv_format)
 
     def _causes(self) -> tuple[str, ...]:
         """What the policy has that may be left out."""
