@@ -12,17 +12,23 @@ from qerl.model.decoder import Decoder, DecoderLayer
 from qerl.model.linear import GroupedLinear
 
 
-def compile_kernels(config: Config, model: Decoder) -> None:
+def compile_kernels(config: Config, model: Decoder) -> str | None:
     """Have the kernels that products with the model's packed weights may ask for: a training pass, like a prefill, has any number of tokens up to
     the budget. Nothing where the CUDA kernels do not multiply.
 
-    Raises:
-        KernelUnavailableError: a kernel cannot be compiled.
+    Returns:
+        Why they could not be made ahead, for a warning; a product that needs one has it made then, or says what is missing. None where all is well.
     """
-    if served(model.device, model.dtype):
+    if not served(model.device, model.dtype):
+        return None
+    try:
         layers = list(different_layers(model, reference=config.objective.kl_coef > 0.0))
         if layers:
             compile_ahead(layers, config.pass_tokens)
+    except Exception as error:  # noqa: BLE001 (a run does not depend on it)
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        return f"kernels were not compiled before the first step, which makes them as they are met: {reason}"
+    return None
 
 
 @torch.no_grad()

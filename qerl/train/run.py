@@ -91,7 +91,7 @@ def train(
         try:
             session = open_session(config, keep_reference_norms=config.objective.kl_coef > 0)
             check_layout(session)
-            compile_kernels(config, session.model)
+            late = compile_kernels(config, session.model)
             trainer = build_trainer(config, run, session, resume=resume, began=began)
             trainer.evaluate_before = before
         except BaseException:
@@ -99,7 +99,7 @@ def train(
             if not resume:
                 clear(folder, kept)
             raise
-        for text in [*length_notes, *([lock.note] if lock.note else [])]:
+        for text in [*length_notes, *(note for note in (lock.note, late) if note)]:
             trainer.warn(text)
         trainer.progress.start(header(config, session, trainer))
         run_to_end(trainer, stop_after, deadline, begin, after, again)

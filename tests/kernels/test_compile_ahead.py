@@ -8,9 +8,22 @@ from types import SimpleNamespace
 import pytest
 import torch
 from specialization import recorded
+from triton.runtime._async_compile import active_mode
 
 from qerl.formats import PackedWeight
-from qerl.kernels.fp4_linear import AdapterPart, Layer, ahead, compile_ahead, cuda, decode, dense, kept, middle, regimes
+from qerl.kernels.fp4_linear import (
+    AdapterPart,
+    Layer,
+    ahead,
+    compile_ahead,
+    cuda,
+    decode,
+    dense,
+    kept,
+    middle,
+    regimes,
+    shrink,
+)
 from qerl.kernels.fp4_linear.adapter import flatten
 from qerl.kernels.fp4_linear.workspace import Code
 
@@ -113,6 +126,51 @@ def test_products_of_any_number_of_rows_run_what_was_compiled_ahead(hopper, caps
 def test_a_pass_of_few_rows_needs_no_code_of_many(hopper):
     compile_ahead(layers_of("7B", False), 64)
     assert {dict(code.defines).get("TOKENS") for code in hopper.loaded if code.name == "middle"} == {32, 64}
+
+
+@pytest.mark.parametrize("failing", ["triton", "cuda"])
+def test_a_kernel_that_is_not_made_leaves_nothing_behind(hopper, monkeypatch, capsys, failing):
+    """Triton would go on handing compilations to threads that are gone, and keep the failure in the kernel's place."""
+    forgotten = []
+    monkeypatch.setattr(kept, "forget", lambda: forgotten.append(True))
+
+    def refuse(*args, **options):
+        raise RuntimeError("no room")
+
+    def compile_call(*args, **options):
+        active_mode.get().submit(len(forgotten), refuse, lambda kernel: None)
+
+    if failing == "triton":
+        monkeypatch.setattr(kept, "compile_call", compile_call)
+    else:
+        monkeypatch.setattr(ahead, "compile_source", refuse)
+    with pytest.raises(RuntimeError, match="no room"):
+        compile_ahead(layers_of("0.5B", failing == "triton"), 300)
+    assert active_mode.get() is None and forgotten and capsys.readouterr().err.endswith("not made\n")
+
+
+def test_every_kernel_is_asked_for_under_the_name_it_was_loaded_by(monkeypatch):
+    """Not doing so loads it twice, the second time in the middle of a step."""
+    asked = []
+
+    class Asked(Exception):
+        pass
+
+    def compiled(device, *code):
+        asked.append(code)
+        raise Asked
+
+    monkeypatch.setattr(dense, "compiled", compiled)
+    monkeypatch.setattr(shrink, "compiled", compiled)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: regimes.HOPPER)
+    space = SimpleNamespace(multiprocessors=132)
+    monkeypatch.setattr(dense, "workspace", lambda device: space)
+    item = layers_of("0.5B", False)[1]
+    x = torch.zeros(64, 896, dtype=torch.bfloat16)
+    for call in (lambda: dense.dequantize_tiles(item.weight, x), lambda: shrink.shrink(x, item.adapters[0].a_RI)):
+        with pytest.raises(Asked):
+            call()
+    assert asked == [dense.code("nvfp4"), shrink.code()]
 
 
 def test_layers_that_other_kernels_multiply_need_none(hopper, capsys):

@@ -50,3 +50,14 @@ def test_weights_that_learn_and_devices_without_the_kernels_are_left_out(folder,
     monkeypatch.undo()
     ready.compile_kernels(load_config(None, []), load_tiny(folder))
     assert not asked
+
+
+def test_a_compiler_that_fails_is_a_note_in_one_line_and_the_run_goes_on(folder, asked, monkeypatch):
+    def refuse(layers, rows):
+        raise RuntimeError("no\nroom")
+
+    monkeypatch.setattr(ready, "compile_ahead", refuse)
+    config = load_config(None, ["lora.rank=2"])
+    model = load_tiny(folder, lora=config.lora, quant=QuantConfig(format="nvfp4"), dtype=torch.bfloat16)
+    note = ready.compile_kernels(config, model)
+    assert note is not None and note.endswith("RuntimeError: no room") and "\n" not in note

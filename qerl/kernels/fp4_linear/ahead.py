@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 
 import torch
 import triton
@@ -29,31 +30,48 @@ _MOST_ROWS = max(regimes.KEPT_ROWS.stop, regimes.MIDDLE_ROWS + 1, shrink.MOST_RO
 
 def compile_ahead(layers: Sequence[Layer], most_rows: int) -> None:
     """See `qerl.kernels.fp4_linear.compile_ahead`."""
+    try:
+        # What tells Triton to compile in other threads is a variable of the context, which Triton leaves set where a compilation fails.
+        copy_context().run(_compile, layers, most_rows)
+    except BaseException:
+        # It also keeps the failure in the place of the kernel; the first product of such a size shall try again.
+        kept.forget()
+        raise
+
+
+def _compile(layers: Sequence[Layer], most_rows: int) -> None:
     codes: dict[Code, None] = {}
     start = time.monotonic()
+    begun, device = False, layers[0].weight.device
     with ThreadPoolExecutor(max_workers=min(os.cpu_count() or 1, 8)) as pool:
-        device = layers[0].weight.device
-        with triton.AsyncCompileMode(pool) as others:
-            for layer in layers:
-                for code in _codes(layer, most_rows):
-                    codes.setdefault(code)
-            count = len(codes) + len(others.future_kernels)
-            if not count:
-                return
-            print(
-                f"qerl: {count} kernels of linear layers for any number of tokens:",
-                end=" ",
-                file=sys.stderr,
-                flush=True,
-            )
-            arch = architecture(device)
-            for made in [
-                pool.submit(compile_source, c.name, arch, dict(c.defines), c.extra, quiet=True) for c in codes
-            ]:
-                made.result()
-    for code in codes:
-        compiled(device, *code)
-    print(f"{time.monotonic() - start:.1f} s", file=sys.stderr, flush=True)
+        try:
+            with triton.AsyncCompileMode(pool) as others:
+                for layer in layers:
+                    for code in _codes(layer, most_rows):
+                        codes.setdefault(code)
+                count = len(codes) + len(others.future_kernels)
+                if not count:
+                    return
+                begun = True
+                print(
+                    f"qerl: {count} kernels of linear layers for any number of tokens:",
+                    end=" ",
+                    file=sys.stderr,
+                    flush=True,
+                )
+                arch = architecture(device)
+                for made in [
+                    pool.submit(compile_source, c.name, arch, dict(c.defines), c.extra, quiet=True) for c in codes
+                ]:
+                    made.result()
+            for code in codes:
+                compiled(device, *code)
+            print(f"{time.monotonic() - start:.1f} s", file=sys.stderr, flush=True)
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            if begun:
+                print("not made", file=sys.stderr, flush=True)
+            raise
 
 
 def _codes(layer: Layer, most_rows: int) -> Iterator[Code]:
@@ -64,7 +82,8 @@ def _codes(layer: Layer, most_rows: int) -> Iterator[Code]:
     if not cuda.fast(x_TI, weight, layer.dense_OI):
         return
     if weight.order == "tiles":
-        yield Code("dequantize", tuple(dense.macros(weight.format).items()))
+        yield dense.code(weight.format)
+    variants: set[kept.Shape] = set()
     for rows in sorted({*range(_STEP, len(x_TI), _STEP), len(x_TI)}):
         some = x_TI[:rows]
         regime = cuda.regime_of(some, weight, placements, a_RI, b_OR)
@@ -73,6 +92,9 @@ def _codes(layer: Layer, most_rows: int) -> Iterator[Code]:
         elif regime == regimes.MIDDLE:
             yield middle.code(some, weight)
         elif regime == regimes.KEPT:
-            kept.compile_call(some, weight, bias_O, placements, a_RI, b_OR, dtype=layer.dtype)
+            # Triton reads its source anew for each call, though it compiles each variant once.
+            if (variant := kept.variant(some, weight, placements)) not in variants:
+                variants.add(variant)
+                kept.compile_call(some, weight, bias_O, placements, a_RI, b_OR, dtype=layer.dtype)
         elif a_RI and rows <= shrink.MOST_ROWS and torch.cuda.get_device_capability(weight.device) == regimes.HOPPER:
-            yield Code("shrink", tuple(shrink.macros().items()))
+            yield shrink.code()

@@ -30,7 +30,7 @@ from qerl.kernels.fp4_linear.record import side_of
 from qerl.kernels.fp4_linear.reference import add_product
 from qerl.kernels.fp4_linear.shrink import shrink
 from qerl.kernels.fp4_linear.tiled import TILED, by_rows
-from qerl.kernels.fp4_linear.workspace import SCALE_BASE, compiled, workspace
+from qerl.kernels.fp4_linear.workspace import SCALE_BASE, Code, compiled, workspace
 
 _BLOCKS_A_MULTIPROCESSOR, _BLOCKS_WITH_TABLE = 8, 4
 _THREADS = 256
@@ -261,6 +261,11 @@ def macros(name: str) -> dict[str, int]:
     return TILED[name].macros(_STRIDE)
 
 
+def code(name: str) -> Code:
+    """What dequantizes the format called `name`."""
+    return Code("dequantize", tuple(macros(name).items()))
+
+
 def divisors(weight: PackedWeight) -> Tensor:
     """What sums with V are divided by, float32 [d_out], of a tiled weight."""
     if by_rows(weight):
@@ -293,7 +298,7 @@ def dequantize_tiles(weight: PackedWeight, out_OI: Tensor) -> Tensor:
         row_tiles,
         SCALE_BASE,
     )
-    compiled(weight.device, "dequantize", tuple(macros(weight.format).items())).launch(launch, params)
+    compiled(weight.device, *code(weight.format)).launch(launch, params)
     return out_OI
 
 

@@ -199,6 +199,18 @@ def compile_call(
     _product.warmup(*arguments, grid=grid, **options)
 
 
+def variant(x_TI: Tensor, weight: PackedWeight, placements: Sequence[Placement]) -> Shape:
+    """What of the number of rows of x decides which code a product with one layer runs."""
+    found = _cut(x_TI, weight, placements)
+    assert found is not None, (x_TI.shape, weight.shape)
+    return replace(found[1], splits=min(found[1].splits, 2))
+
+
+def forget() -> None:
+    """Drop what this process has compiled, or failed to compile; what the disk has is read again. Triton's interpreter keeps nothing."""
+    getattr(_product, "device_caches", {}).clear()
+
+
 def _launch(
     x_TI: Tensor,
     values_OI: Tensor,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from qerl.kernels.cuda import Launch
-from qerl.kernels.fp4_linear.workspace import compiled
+from qerl.kernels.fp4_linear.workspace import Code, compiled
 
 COLUMNS = 4
 """Rows of x of a block, in eights."""
@@ -51,9 +51,14 @@ def shrink(x_TI: Tensor, a_RI: Tensor) -> Tensor:
         vectors=int(vectors),
     )
     blocks = params.rank_groups * -(-tokens // (8 * COLUMNS)) * CLUSTER
-    kernel = compiled(x_TI.device, "shrink", tuple(macros().items()))
+    kernel = compiled(x_TI.device, *code())
     kernel.launch(Launch(grid=blocks, block=THREADS, cluster=CLUSTER, overlap=True), params)
     return h_TR
+
+
+def code() -> Code:
+    """What `shrink` runs where cuBLAS does not take its place."""
+    return Code("shrink", tuple(macros().items()))
 
 
 def macros() -> dict[str, int]:
