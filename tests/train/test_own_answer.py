@@ -70,6 +70,13 @@ def test_a_sound_engine_makes_the_whole_move_of_adapters_and_of_noise(model, fol
         assert metrics[f"canary/own/{cause}_share"] == pytest.approx(1.0, abs=1e-3)
 
 
+def test_a_token_that_follows_from_a_clean_prompt_alone_need_not_move(model, folder):
+    noise = replace(NOISE, prompt="clean").materialize(model)
+    engine = Engine(model, load_tokenizer(folder))
+    rollout = answered(engine, PROMPTS, replace(SAMPLING, max_new_tokens=1), noise=noise)
+    assert read(model, rollout, noise)["canary/own/noise_effect"] == 0.0
+
+
 def test_without_noise_and_with_fresh_adapters_there_is_nothing_to_leave_out(model, folder):
     shift_adapters(model, -0.1)
     rollout = sample(model, folder)

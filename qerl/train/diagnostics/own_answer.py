@@ -131,11 +131,10 @@ class OwnAnswer:
         difference = float((engine_N - now_N).abs().mean())
         self.metrics = {"canary/own/engine_difference": difference}
         self._check_agreement(difference)
-        telling = float(now_N.min()) < -CERTAIN
         for cause, without_N in others.items():
             move = measure_move(engine_N, now_N, without_N, self.rounding)
             self.metrics[f"canary/own/{cause}_effect"] = move.effect
-            if move.effect == 0.0 and telling and self._must_move(cause):
+            if move.effect == 0.0 and self._must_move(cause, now_N):
                 raise self._fault(f"the trainer's log-probs do not change with the {cause}", move, len(now_N))
             if self._tells(move, DOUBT_FROM):
                 self.metrics[f"canary/own/{cause}_share"] = move.share
@@ -171,12 +170,16 @@ class OwnAnswer:
         """What the policy has that may be left out."""
         return ("adapters",) * (self.size > 0) + ("noise",) * (self.noise is not None)
 
-    def _must_move(self, cause: str) -> bool:
-        """Whether leaving it out must show in the compute type."""
-        level = MOVES_FROM[self.model.dtype]
-        if cause == "adapters":
-            return self.size >= level
-        return self.noise is not None and self.noise.state.displacement >= 10 * level
+    def _must_move(self, cause: str, now_N: Tensor) -> bool:
+        """Whether leaving it out must show in the compute type, in one of these log-probs of an answer."""
+        level, noise = MOVES_FROM[self.model.dtype], self.noise
+        large = self.size >= level
+        if cause == "noise":
+            assert noise is not None
+            large = noise.state.displacement >= 10 * level
+            # The first token follows from the prompt alone.
+            now_N = now_N[1:] if noise.state.prompt == "clean" else now_N
+        return large and bool((now_N < -CERTAIN).any())
 
     def _pack(self, completions: Sequence[Completion]) -> TrainBatch:
         """As many of them, in order, as a pass takes."""
