@@ -160,7 +160,7 @@ _CANARY = section(
         "nats",
         (
             "Mean |change of log-probs| of that answer in the trainer when one thing is left out: the adapters, or the noise, where there is "
-            "such. 0 with adapters or noise that must show stops the run."
+            "such. 0 in all answers, with adapters or noise that must show, stops the run."
         ),
     ),
     (

@@ -149,6 +149,19 @@ def test_passes_that_differ_by_their_rounding_alone_are_no_fault(model, folder, 
     assert found.metrics["canary/own/adapters_effect"] > 3e-6 and "canary/own/adapters_share" not in found.metrics
 
 
+def test_one_answer_in_which_nothing_shows_is_no_deaf_trainer(model, folder):
+    """Small adapters may leave every rounded number of a few tokens as it was."""
+
+    class Few(OwnAnswer):
+        def _score(self, left_out, batch, context):
+            alone = batch.num_sequences == 1
+            return super()._score("" if alone else left_out, batch, context)
+
+    found = Few(load_config(None, []), model, sample(model, folder), None)
+    found.read()
+    assert found.metrics["canary/own/adapters_effect"] == 0.0
+
+
 def test_one_answer_of_unlikely_tokens_is_no_disagreement(model, folder):
     rollout = sample(model, folder)
     chosen = choose_answer(rollout.completions, own_answer.TOKENS[torch.float32])
