@@ -41,7 +41,7 @@ test-gpu: $(DEV)
 	$(PY) -m pytest -m gpu
 
 bench: $(DEV)
-	$(PY) scripts/measure.py --out measured $(if $(GPUS),--gpus $(GPUS)) $(if $(SECONDS),--seconds $(SECONDS))
+	$(PY) scripts/measure.py $(if $(GPUS),--gpus $(GPUS)) $(if $(SECONDS),--seconds $(SECONDS))
 
 docs: $(DEV)
 	$(PY) -m qerl.config.docs > docs/config.md.tmp && mv docs/config.md.tmp docs/config.md

@@ -1,6 +1,6 @@
 """Everything that is measured on a GPU machine, job by job: tests on the device, benchmarks, and the files under results/.
 
-    python scripts/measure.py [JOBS.yaml] --out DIR [--gpus 0,1] [--seconds 1200] [--only NAME,NAME] [--kind tests,kernels] [--dry-run]
+    python scripts/measure.py [JOBS.yaml] [--out measured] [--gpus 0,1] [--seconds 1200] [--only NAME,NAME] [--kind tests,kernels] [--dry-run]
     python scripts/measure.py [JOBS.yaml] --out DIR --collect results
 
 The list (default: benchmarks/jobs.yaml) says of each job its command, the seconds it may take, whether it needs a GPU or the whole machine to itself, what
@@ -83,11 +83,12 @@ class Job(BaseModel):
 
 
 class JobList(BaseModel):
-    """The whole list; no name stands in it twice."""
+    """The whole list; no name stands in it twice. With `cuda` its jobs need the GPUs that are named, else the numbers are only handed on."""
 
     model_config = ConfigDict(extra="forbid")
 
     jobs: tuple[Job, ...]
+    cuda: bool = False
 
     @model_validator(mode="after")
     def _no_name_twice(self) -> JobList:
@@ -217,10 +218,10 @@ def kill(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def read_jobs(path: Path) -> tuple[Job, ...]:
-    """The jobs of a list, in its order; ends the program with 2 where it is none."""
+def read_jobs(path: Path) -> JobList:
+    """A list, in its order; ends the program with 2 where it is none."""
     try:
-        return JobList.model_validate(yaml.safe_load(path.read_text())).jobs
+        return JobList.model_validate(yaml.safe_load(path.read_text()))
     except (OSError, yaml.YAMLError, ValidationError) as error:
         refuse(f"{path} is no list of jobs: {error}")
 
@@ -306,6 +307,15 @@ def refuse(text: str) -> NoReturn:
     raise SystemExit(2)
 
 
+def refuse_missing_gpus(gpus: Sequence[str]) -> None:
+    """Ends the program with 2 where a GPU is not there: every job would end in an error of its own."""
+    import torch
+
+    for gpu in gpus:
+        if gpu.isdigit() and int(gpu) >= torch.cuda.device_count():
+            refuse(f"there is no CUDA device {gpu}; torch finds {torch.cuda.device_count()}")
+
+
 def seconds_of(jobs: Sequence[Job]) -> str:
     """Their limits, in words."""
     alone, beside = (sum(job.seconds for job in jobs if job.alone == way) for way in (True, False))
@@ -316,7 +326,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The program; see the module."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("jobs", nargs="?", type=Path, default=JOBS, metavar="JOBS.yaml")
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR")
+    parser.add_argument(
+        "--out", type=Path, default=Path("measured"), metavar="DIR", help="folder of all jobs (default measured)"
+    )
     parser.add_argument("--gpus", default="0", help="numbers of the GPUs to use (default 0)")
     parser.add_argument("--seconds", type=float, help="for everything")
     parser.add_argument("--beside", type=int, default=4, help="jobs beside each other on a GPU (default 4)")
@@ -328,7 +340,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     names = [[name for name in text.split(",") if name] for text in (options.only, options.kind, options.gpus)]
     if not names[2] or options.beside < 1:
         refuse("--gpus needs a number at least, and --beside one job")
-    every = jobs = chosen(read_jobs(options.jobs), names[0], names[1])
+    listed = read_jobs(options.jobs)
+    every = jobs = chosen(listed.jobs, names[0], names[1])
     if options.collect is not None:
         return int(not collect(jobs, options.out, options.collect))
     jobs = list(every)
@@ -351,6 +364,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{kind}: {seconds_of([job for job in jobs if job.kind == kind])}")
         print(f"in all: {seconds_of(jobs)}")
         return 0
+    if listed.cuda:
+        refuse_missing_gpus(names[2])
     measurement = Measurement(jobs, options.out, names[2], options.seconds, options.beside)
     try:
         measurement.run()

@@ -316,6 +316,10 @@ def test_results_that_cannot_be_printed_end_in_a_message():
     assert "the output cannot be written" in done.stderr and "Traceback" not in done.stderr
 
 
+def test_a_run_that_is_not_there_is_called_a_run_too():
+    assert "there is no such run, and no such model; got runs/nope" in refused("eval", "runs/nope")
+
+
 def test_help_of_the_benchmarks_lists_them():
     result = qerl("bench", "--help")
     assert result.exit_code == 0 and "kernels, rollout, step" in " ".join(result.output.split())

@@ -12,6 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -180,7 +181,15 @@ def test_a_wrong_list_or_option_ends_with_2(tmp_path, capsys, content, options, 
     assert caught.value.code == 2 and said in capsys.readouterr().err
 
 
-JOBS = measure.read_jobs(measure.JOBS)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_the_list_of_the_repository_is_refused_where_there_is_no_gpu(tmp_path, capsys):
+    with pytest.raises(SystemExit) as caught:
+        measure.main(["--out", str(tmp_path / "out")])
+    assert caught.value.code == 2 and "there is no CUDA device 0" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+JOBS = measure.read_jobs(measure.JOBS).jobs
 
 
 @pytest.mark.parametrize("job", JOBS, ids=lambda job: job.name)

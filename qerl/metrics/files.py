@@ -31,10 +31,12 @@ def whole_file(path: Path) -> Iterator[Path]:
     """A temporary name to write to; it becomes ``path`` when the block ends well and vanishes when it does not.
 
     Raises:
-        OutputError: the disk is full, or ``path`` cannot be written for another reason of the system's.
+        OutputError: the disk is full, ``path`` is a device, pipe or socket (which a file would take the place of), or it cannot be
+            written for another reason of the system's.
     """
     temporary = _temporary(path)
     with output_errors(path):
+        _refuse_special(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             yield temporary
@@ -203,6 +205,7 @@ def check_writable(path: str | Path, *, folder: bool = False) -> None:
     """
     path = Path(path)
     with output_errors(path):
+        _refuse_special(path)
         if path.is_dir() != folder and os.path.lexists(path):
             what, wanted = ("a file", "a folder") if folder else ("a folder", "a file")
             raise OutputError(f"{path} is {what}", expected=f"the name of {wanted}", remedy="Choose another name")
@@ -220,6 +223,13 @@ def check_writable(path: str | Path, *, folder: bool = False) -> None:
             raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
         with tempfile.TemporaryFile(dir=ancestor):
             pass
+
+
+def _refuse_special(path: Path) -> None:
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise OutputError(
+            f"{path} is a device, a pipe or a socket", expected="the name of a file", remedy="Choose another name"
+        )
 
 
 def _temporary(path: Path) -> Path:

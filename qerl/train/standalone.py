@@ -15,7 +15,7 @@ from typing import Any
 from qerl.config.load import dump_config, load_config
 from qerl.config.schema import Config
 from qerl.env_info import collect_env
-from qerl.errors import ConfigError, RunFolderError
+from qerl.errors import CheckpointError, ConfigError, RunFolderError
 from qerl.metrics.behavior import behavior_rows
 from qerl.metrics.files import check_writable
 from qerl.metrics.run_dir import RunDir
@@ -110,7 +110,15 @@ def _find_target(
     if target.endswith((".yaml", ".yml")):
         config = load_config(target, settings)
         return _model_target(config, adapter, config.model.path or "")
-    path = resolve_model_path(target)
+    try:
+        path = resolve_model_path(target)
+    except CheckpointError as error:
+        raise CheckpointError(
+            "there is no such run, and no such model",
+            got=error.got,
+            expected=f"the folder of a run, {error.expected}",
+            remedy=error.remedy,
+        ) from None
     given = any(setting.startswith(("quant.format=", "quant=")) for setting in settings)
     stored = ModelSpec.from_folder(path).stored_format or "bf16"
     as_stored = config_file is None and not given

@@ -12,7 +12,15 @@ from pathlib import Path
 import pytest
 
 from qerl.errors import OutputError, RunFolderError
-from qerl.metrics.files import is_temporary, recover_folders, remove_leftovers, to_json, whole_file, whole_folder
+from qerl.metrics.files import (
+    check_writable,
+    is_temporary,
+    recover_folders,
+    remove_leftovers,
+    to_json,
+    whole_file,
+    whole_folder,
+)
 from qerl.metrics.run_dir import RunDir
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -133,6 +141,18 @@ def write_half(path: Path, text: str) -> None:
     with whole_file(path) as temporary:
         temporary.write_text(text)
         raise RuntimeError("half way")
+
+
+def test_a_file_does_not_take_the_place_of_a_pipe_or_a_device(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    (tmp_path / "link").symlink_to(pipe)
+    for path in (pipe, tmp_path / "link"):
+        with pytest.raises(OutputError, match="is a device, a pipe or a socket"), whole_file(path):
+            raise AssertionError("refused before anything is made")
+        with pytest.raises(OutputError, match="is a device, a pipe or a socket"):
+            check_writable(path)
+    assert pipe.is_fifo() and (tmp_path / "link").is_symlink()
 
 
 def test_a_file_appears_whole_or_not_at_all(tmp_path):
