@@ -90,8 +90,8 @@ class _Commands(TyperGroup):
             except KeyboardInterrupt as stop:
                 self._end(ctx, stop.number if isinstance(stop, Signalled) else signal.SIGINT)
             except Exception as error:  # noqa: BLE001 (compiled code makes any error of a signal; what is not known is raised again)
-                if signals.number is not None and signals.swallowed_by(error):
-                    self._end(ctx, signals.number)
+                if signals.swallowed_by(error):
+                    self._end(ctx, signals.signal_number or signal.SIGINT)
                 self._refuse(error)
 
     def _end(self, ctx: Any, number: int) -> NoReturn:

@@ -91,10 +91,10 @@ def test_handlers_go_back_and_ignored_signals_stay_ignored(ignored):
     try:
         with Signals() as signals:
             signal.raise_signal(ignored)
-            assert signals.number is None
+            assert signals.signal_number is None
             with pytest.raises(Signalled):
                 signal.raise_signal(signal.SIGTERM)
-        assert signals.number == signal.SIGTERM
+        assert signals.signal_number == signal.SIGTERM
         assert (signal.getsignal(signal.SIGTERM), signal.getsignal(ignored)) == (before[0], signal.SIG_IGN)
     finally:
         signal.signal(ignored, before[1])

@@ -3,62 +3,38 @@
 from __future__ import annotations
 
 import signal
-import threading
 import time
 from collections.abc import Callable
-from types import FrameType, TracebackType
 
-from qerl.signals import STOPS, follows_an_interrupt
+from qerl.signals import SignalHandlers
 
 AFTER_STEP = "{name}: stopping after this step, which will be saved; again to stop at once and lose it"
 AT_ONCE = "{name} again: stopping at once"
 
 
-class StopRequest:
-    """Context manager that turns the first of the signals ``STOPS`` into a flag. Off the main thread it does
-    nothing, and a SIGHUP that is ignored (nohup) stays so.
+class StopRequest(SignalHandlers):
+    """The first of ``STOPS`` is a flag, and the second raises KeyboardInterrupt. Of signals that are ignored, SIGHUP alone (nohup) stays so.
 
     Args:
         say: called within the signal handler with what the signal does, in words.
-
-    Attributes:
-        signal_number: the signal that came last; None before one has come.
-        at_once: whether a second one came, which raises KeyboardInterrupt.
     """
 
+    taken_anyway = (signal.SIGINT, signal.SIGTERM)
+
     def __init__(self, say: Callable[[str], None]):
-        self.signal_number: int | None = None
-        self.at_once = False
+        super().__init__()
         self._say = say
-        self._previous: dict[int, object] = {}
 
     @property
     def requested(self) -> bool:
         """Whether the run is to end after the running step."""
         return self.signal_number is not None
 
-    def __enter__(self) -> StopRequest:
-        if threading.current_thread() is threading.main_thread():
-            for number in STOPS:
-                if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
-                    self._previous[number] = signal.signal(number, self._handle)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        self.at_once, self.signal_number = self.requested, number
-        self._say((AT_ONCE if self.at_once else AFTER_STEP).format(name=signal.Signals(number).name))
-        if self.at_once:
+    def handle(self, number: int, again: bool) -> None:
+        """Say what comes of it; raise at the second."""
+        self._say((AT_ONCE if again else AFTER_STEP).format(name=signal.Signals(number).name))
+        if again:
             raise KeyboardInterrupt
-
-    def swallowed_by(self, error: BaseException) -> bool:
-        """Whether ``error`` is what compiled code made of the second signal's KeyboardInterrupt; see :class:`qerl.signals.Signals`."""
-        return self.at_once and not follows_an_interrupt(error)
 
 
 class Deadline:

@@ -18,18 +18,8 @@ from qerl.kernels.rope import HeadNorms, rope
 from qerl.kernels.token_logprobs import token_logprobs
 from qerl.kernels.token_logprobs.tiles import TILE_ROWS, tile_tokens
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
 DEVICE = "cuda"
-
-
-@pytest.fixture(autouse=True)
-def poisoned():
-    """torch fills what it allocates without a value with NaN while its algorithms have to be deterministic."""
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def error(found: torch.Tensor, exact: torch.Tensor) -> float:

@@ -10,18 +10,8 @@ from qerl.kernels.token_logprobs import head_logits, token_choices, token_logpro
 from qerl.records import SamplingSpec
 from qerl.rollout.sampler import answer_uniforms
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
 DEVICE = "cuda"
-
-
-@pytest.fixture(autouse=True)
-def poisoned():
-    """torch fills what it allocates without a value with NaN while its algorithms have to be deterministic."""
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("form", ["bf16", "nvfp4", "fp8"])
