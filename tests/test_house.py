@@ -22,7 +22,7 @@ PACKAGE = ROOT / "qerl"
 LONGEST_FILE = 400
 
 ORDER = (
-    ("errors", "signals"),
+    ("errors", "signals", "units"),
     ("config",),
     ("formats",),
     ("kernels",),
@@ -44,7 +44,7 @@ ORDER = (
     ("__main__",),
 )
 RANK = {name: rank for rank, names in enumerate(ORDER) for name in names}
-REPORT_MAY_IMPORT = {"errors", "signals", "config", "metrics", "report"}
+REPORT_MAY_IMPORT = {"errors", "signals", "units", "config", "metrics", "report"}
 TORCH_FREE = (
     "qerl",
     "qerl.cli",

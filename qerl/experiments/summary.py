@@ -16,6 +16,7 @@ from qerl.experiments.cells import Cell
 from qerl.metrics.files import write_json
 from qerl.metrics.run_dir import RunDir
 from qerl.report.collect import RunData, read_run
+from qerl.units import GB
 
 if TYPE_CHECKING:
     from qerl.experiments.plan import Plan
@@ -249,7 +250,7 @@ def _peak(data: RunData) -> dict[str, Any] | None:
     for key, name in (("memory/allocated_gb", "GPU, allocated"), ("memory/rss_gb", "process, resident")):
         values = data.series(key)[1]
         if values:
-            return {"of": name, "bytes": max(values) * 1e9}
+            return {"of": name, "bytes": max(values) * GB}
     return None
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from qerl.experiments.axes import AxisRow, axis_rows
 from qerl.report import text
 from qerl.report.comparison import ArmRow, Comparison, PairRow, Spread
+from qerl.units import bytes_text
 
 DASH = "–"
 
@@ -66,7 +67,7 @@ def _arm(comparison: Comparison, arm: ArmRow, finals: Sequence[str], effects: Se
     if comparison.target is not None:
         row.append(target_text(arm, "device_seconds"))
     seconds = DASH if arm.device_seconds is None else f"{arm.device_seconds:.0f}"
-    return [*row, seconds, text.size(arm.peak_bytes), "yes" if arm.on_front else ""]
+    return [*row, seconds, bytes_text(arm.peak_bytes), "yes" if arm.on_front else ""]
 
 
 def _axis(rows: Sequence[AxisRow]) -> str:

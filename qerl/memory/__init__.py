@@ -10,7 +10,6 @@ Prediction needs no weights and no device. Owners are disjoint. 1 GB = 1e9 bytes
 """
 
 from qerl.memory.advice import (
-    GB,
     Budget,
     Limit,
     Option,
@@ -27,7 +26,6 @@ from qerl.memory.measure import PhasePeaks, device_bytes, held_against, measure_
 from qerl.memory.shapes import policy_bytes, trained_tensors, uses_dense_cache
 
 __all__ = [
-    "GB",
     "PHASES",
     "Budget",
     "Ledger",

@@ -18,8 +18,8 @@ from qerl.memory.ledger import PHASES, check_cache, mini_batch_tokens, predict, 
 from qerl.memory.shapes import largest_group
 from qerl.model.recompute import Checkpointing
 from qerl.model.spec import ModelSpec
+from qerl.units import GB, bytes_text
 
-GB = 1e9
 USABLE = 0.92
 """Share of a GPU's memory that a plan may fill; the rest is for the CUDA context and for gaps between allocations."""
 NOTABLE = 0.999
@@ -85,7 +85,7 @@ def parse_size(text: str) -> Budget:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(GB|GiB|G)?\s*", text, flags=re.IGNORECASE)
     if match is None or float(match[1]) == 0:
         raise ConfigError("--gpu is not a size of memory", got=text, expected="a number of GB, such as 24GB or 80GB")
-    unit = 2**30 if (match[2] or "").lower() == "gib" else 1e9
+    unit = 2**30 if (match[2] or "").lower() == "gib" else GB
     return Budget(size=int(USABLE * float(match[1]) * unit), source=f"{USABLE:.0%} of {text.strip()}")
 
 
@@ -102,7 +102,7 @@ def budget_of(config: Config, device: torch.device) -> Budget | None:
     fraction = torch.cuda.get_per_process_memory_fraction(index)
     name = torch.cuda.get_device_name(device)
     return Budget(
-        size=int(USABLE * total * fraction), source=f"{USABLE:.0%} of {total * fraction / GB:.1f} GB ({name})"
+        size=int(USABLE * total * fraction), source=f"{USABLE:.0%} of {bytes_text(total * fraction)} ({name})"
     )
 
 
@@ -224,8 +224,8 @@ def check_budget(config: Config, spec: ModelSpec, budget: Budget | None, *, devi
     ledger = predict(config, spec, device_type=device_type)
     if budget is not None and ledger.peak > budget.size:
         raise MemoryBudgetError(
-            f"the plan does not fit in memory\n{text}\n{ledger.peak_phase} needs {ledger.peak / GB:.2f} GB",
-            expected=f"at most {budget.size / GB:.2f} GB ({budget.source})",
+            f"the plan does not fit in memory\n{text}\n{ledger.peak_phase} needs {bytes_text(ledger.peak)}, {bytes_text(ledger.peak - budget.size)} too much",
+            expected=f"at most {bytes_text(budget.size)} ({budget.source})",
             remedy="Take one of the settings above, or train.memory_budget=off to try all the same",
         )
 

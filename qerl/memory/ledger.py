@@ -38,6 +38,7 @@ from qerl.memory.pages import check_pages
 from qerl.memory.shapes import ITEMSIZE, StoredGroup
 from qerl.model.aqn.noise import PASS_TABLE_BYTES
 from qerl.model.spec import ModelSpec
+from qerl.units import GB
 
 PHASES = ("load", "rollout", "logprobs", "backward", "optimizer")
 CUBLAS_WORKSPACE, CUBLAS_USERS = 1 << 25, 3
@@ -221,7 +222,7 @@ def kv_bytes(config: Config, spec: ModelSpec, device_type: str) -> int:
     wanted = wanted_kv_bytes(config, spec, device_type)
     if config.rollout.kv_cache_gb == "auto" or device_type != "cuda":
         return wanted
-    return min(wanted, int(config.rollout.kv_cache_gb * 1e9))
+    return min(wanted, int(config.rollout.kv_cache_gb * GB))
 
 
 def wanted_kv_bytes(config: Config, spec: ModelSpec, device_type: str, sequences: int | None = None) -> int:

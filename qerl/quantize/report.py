@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from qerl.units import bytes_text
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -16,7 +18,7 @@ def facts(quality: Mapping[str, Any]) -> dict[str, str]:
     lines = {
         "format": f"{quality['format']}, {quality['method']}, {quality['rounding']} rounding",
         "error": f"{total['relative_error']:.2%} of the weights, worst in {total['worst']}",
-        "size": f"{total['bytes'] / 1e9:.4f} GB of {total['dense_bytes'] / 1e9:.4f} GB in {total['tensors']} tensors; "
+        "size": f"{bytes_text(total['bytes'])} of {bytes_text(total['dense_bytes'])} in {total['tensors']} tensors; "
         f"{total['bytes_per_weight']:.4f} bytes a weight, {total['over_ideal']:.4f} times NVFP4's ideal 9/16",
     }
     if quality["calibration"] is not None:

@@ -11,6 +11,7 @@ from qerl.report import text
 from qerl.report.comparison import ArmRow, Comparison, Spread, TargetRow
 from qerl.report.page import fill, import_renderers
 from qerl.report.plots_arms import arm_panels, color_of
+from qerl.units import bytes_text
 
 SECTIONS = (("quality", "Quality"), ("signal", "Learning signal"), ("bytes", "Time and memory"))
 """Sections of figures: id and heading."""
@@ -98,7 +99,7 @@ def _bytes_card(comparison: Comparison) -> Card:
         working = sum(seconds for name, seconds in stages.items() if name not in ("evaluate", "save"))
         share = f"{stages['rollout'] / working:.0%}" if working and "rollout" in stages else NONE
         step = NONE if arm.step_seconds is None else text.seconds(arm.step_seconds.mean)
-        rows.append((arm.label, f"{step} · {share} · {text.size(arm.peak_bytes)}"))
+        rows.append((arm.label, f"{step} · {share} · {bytes_text(arm.peak_bytes)}"))
     remark = (
         "Median step, share of generation in it, peak memory. A format that holds fewer bytes is faster only where bytes were the "
         "bottleneck."

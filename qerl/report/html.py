@@ -24,6 +24,7 @@ from qerl.report.plots_machine import STAGES
 from qerl.report.samples import OUTCOMES
 from qerl.report.speedup import Comparison, comparison_rows
 from qerl.report.three_questions import three_questions
+from qerl.units import GB, bytes_text
 
 SECTIONS = (
     ("quality", "Quality"),
@@ -194,7 +195,7 @@ def tiles(run: RunData) -> list[tuple[str, str, str]]:
         found.append(("Mixed groups", text.percent(sum(mixed) / len(mixed)), "mean of all steps"))
     peak = peak_memory(run)
     if peak is not None:
-        found.append(("Peak memory", text.size(peak[1]), peak[0]))
+        found.append(("Peak memory", bytes_text(peak[1]), peak[0]))
     return found
 
 
@@ -203,7 +204,7 @@ def peak_memory(run: RunData) -> tuple[str, float] | None:
     for key, name in (("memory/reserved_gb", "GPU, reserved"), ("memory/rss_gb", "resident, process")):
         values = run.series(key)[1]
         if values:
-            return name, max(values) * 1e9
+            return name, max(values) * GB
     return None
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from qerl.errors import MissingDependencyError
 from qerl.report import text
 from qerl.report.plot_parts import Panel
+from qerl.units import bytes_text
 
 
 def fill(template: str, panels: Sequence[Panel], **values: Any) -> str:
@@ -43,7 +44,7 @@ def _template(name: str) -> Any:
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     environment.globals.update(interval=text.interval)
-    environment.filters.update(percent=text.percent, points=text.points, plain=text.plain, size=text.size)
+    environment.filters.update(percent=text.percent, points=text.points, plain=text.plain, size=bytes_text)
     environment.filters.update(seconds=text.seconds, amount=text.count)
     return environment.from_string(asset(name))
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from qerl.report.comparison import Comparison, Curve, PairRow
 from qerl.report.plot_parts import Panel, new_figure, rounded
 from qerl.report.plots_machine import STAGE_COLORS, STAGES
+from qerl.units import bytes_text
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -281,7 +282,7 @@ def _front(comparison: Comparison, prefix: str) -> Panel | None:
             mode="markers",
             marker={"size": size, "color": f"var(--c-{color_of(index)}-fill)", "line": {"width": 2, "color": edge}},
             name=_safe(arm.label),
-            hovertemplate=f"%{{y:.1%}} after %{{x:.0f}} s, peak {(arm.peak_bytes or 0) / 1e9:.2f} GB<extra>{_safe(arm.label)}</extra>",
+            hovertemplate=f"%{{y:.1%}} after %{{x:.0f}} s, peak {bytes_text(arm.peak_bytes)}<extra>{_safe(arm.label)}</extra>",
         )
     caption = "Size: peak memory. A dark edge marks the front: no other arm is as accurate, as fast and as small, and better in one of these."
     return Panel(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-_UNITS = ("B", "kB", "MB", "GB", "TB")
 MINUS = "\u2212"
 
 
@@ -22,16 +21,6 @@ def points(value: float) -> str:
     """A difference of fractions in signed percentage points, as ``+45.2``."""
     rounded = round(100 * value, 1)
     return f"{rounded:+.1f}".replace("-", MINUS) if rounded else "0.0"
-
-
-def size(count: float | None) -> str:
-    """Bytes with a decimal unit (1 kB = 1000 B)."""
-    if count is None:
-        return "–"
-    value, unit = float(count), 0
-    while value >= 999.5 and unit < len(_UNITS) - 1:
-        value, unit = value / 1000, unit + 1
-    return f"{value:.0f} {_UNITS[unit]}" if unit == 0 or value >= 99.95 else f"{value:.1f} {_UNITS[unit]}"
 
 
 def count(value: float | None) -> str:

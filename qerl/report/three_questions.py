@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from qerl.report import text
 from qerl.report.collect import Evaluation, RunData
+from qerl.units import bytes_text
 
 FORMAT_BITS = {"nvfp4": 4.5, "mxfp4": 4.25, "nf4": 4.5}
 """Bits a weight, scales included."""
@@ -59,10 +60,10 @@ def _bytes(run: RunData) -> Question:
     bits = FORMAT_BITS.get(name)
     lines = []
     if weights:
-        plain = f", {text.size(weights * 16 / bits)} in BF16 ({16 / bits:.2f}×)" if bits else ""
-        lines.append(f"Linear layers are held in {text.size(weights)} as {name.upper()}{plain}.")
+        plain = f", {bytes_text(weights * 16 / bits)} in BF16 ({16 / bits:.2f}×)" if bits else ""
+        lines.append(f"Linear layers are held in {bytes_text(weights)} as {name.upper()}{plain}.")
     if copies:
-        lines.append(f"Products read dequantized copies of {text.size(copies)}, not the packed weights.")
+        lines.append(f"Products read dequantized copies of {bytes_text(copies)}, not the packed weights.")
     reference = run.kernels.get("fp4_linear") == "reference" and not copies
     if reference and bits is not None:
         lines.append("The reference kernel dequantizes the weights for every product.")

@@ -9,10 +9,11 @@ from rich.table import Table
 
 from qerl import memory
 from qerl.config.schema import Config
-from qerl.memory import GB, PHASES, Budget
+from qerl.memory import PHASES, Budget
 from qerl.memory.ledger import kv_bytes, wanted_kv_bytes
 from qerl.model.spec import ModelSpec
 from qerl.train.session import check_lengths, fit_lengths, require_model_path, resolve_device
+from qerl.units import bytes_text
 
 
 def settle_memory(config: Config) -> Config:
@@ -74,13 +75,13 @@ def memory_text(
     console.print(_ledger_table(ledger, device_type))
     console.print(_cache_line(config, spec, device_type), markup=False)
     console.print(
-        f"checkpointing {config.train.checkpointing}; peak: {ledger.peak_phase}, {ledger.peak / GB:.2f} GB",
+        f"checkpointing {config.train.checkpointing}; peak: {ledger.peak_phase}, {bytes_text(ledger.peak)}",
         markup=False,
     )
     if budget is not None:
         room = budget.size - ledger.peak
-        verdict = f"fits, {room / GB:.2f} GB to spare" if room >= 0 else f"DOES NOT FIT, {-room / GB:.2f} GB too much"
-        console.print(f"budget: {budget.size / GB:.2f} GB ({budget.source}): {verdict}", markup=False)
+        verdict = f"fits, {bytes_text(room)} to spare" if room >= 0 else f"DOES NOT FIT, {bytes_text(-room)} too much"
+        console.print(f"budget: {bytes_text(budget.size)} ({budget.source}): {verdict}", markup=False)
         if room < 0:
             advice = memory.together(asked, spec, budget, device_type=device_type)
             console.print(f"what would fit: {advice or 'no settings below together do'}", markup=False)
@@ -97,18 +98,18 @@ def memory_text(
 
 def _ledger_table(ledger: memory.Ledger, device_type: str) -> Table:
     """Owners by phase; a dot where an owner is not there."""
-    table = Table("owner", title=f"Predicted memory, GB ({device_type}; 1 GB = 1e9 bytes)")
+    table = Table("owner", title=f"Predicted memory ({device_type}; 1 GB = 1e9 bytes)")
     for phase in PHASES:
         table.add_column(phase, justify="right")
     for name, size in ledger.resident.items():
         if size:
             later = name in memory.Ledger.after_load
-            table.add_row(name, *("·" if later and phase == "load" else _gb(size) for phase in PHASES))
+            table.add_row(name, *("·" if later and phase == "load" else bytes_text(size) for phase in PHASES))
     for name in dict.fromkeys(name for brought in ledger.phases.values() for name in brought):
         sizes = [ledger.phases[phase].get(name, 0) for phase in PHASES]
         if any(sizes):
-            table.add_row(name, *(_gb(size) if size else "·" for size in sizes))
-    table.add_row("sum", *(_gb(ledger.total(phase)) for phase in PHASES), style="bold")
+            table.add_row(name, *(bytes_text(size) if size else "·" for size in sizes))
+    table.add_row("sum", *(bytes_text(ledger.total(phase)) for phase in PHASES), style="bold")
     return table
 
 
@@ -120,12 +121,12 @@ def _is_cut(config: Config, spec: ModelSpec, device_type: str) -> bool:
 def _cache_line(config: Config, spec: ModelSpec, device_type: str) -> str:
     """Room for keys and values against what all sequences want at their longest."""
     size, wanted = kv_bytes(config, spec, device_type), wanted_kv_bytes(config, spec, device_type)
-    line = f"keys and values: {size / GB:.2f} GB"
+    line = f"keys and values: {bytes_text(size)}"
     if _is_cut(config, spec, device_type):
         one = wanted_kv_bytes(config, spec, device_type, sequences=2) - wanted_kv_bytes(
             config, spec, device_type, sequences=1
         )
-        line += f" of {wanted / GB:.2f}: about {size // one} of {config.decode_slots} sequences at their longest; others wait"
+        line += f" of {bytes_text(wanted)}: about {size // one} of {config.decode_slots} sequences at their longest; others wait"
     if device_type == "cuda":
         line += "; kept while training" if config.rollout.keep_cache != "off" else "; given back for training"
     return line
@@ -147,9 +148,5 @@ def _options_table(options: list[memory.Option], peak: int) -> Table:
         table.add_column(name, overflow="fold")
     for option in options:
         change = option.change.replace(" ", "\n")
-        table.add_row(change, _gb(option.peak), _gb(peak - option.peak), option.phase, option.price)
+        table.add_row(change, bytes_text(option.peak), bytes_text(peak - option.peak), option.phase, option.price)
     return table
-
-
-def _gb(size: float) -> str:
-    return f"{size / GB:.3f}"

@@ -27,8 +27,7 @@ from qerl.train.prompts import load_prompts
 from qerl.train.run import check_trainable, noise_line
 from qerl.train.session import check_lengths, fit_lengths, require_model_path, resolve_device
 from qerl.train.warnings import config_warnings, prompt_warnings, size_warnings
-
-GB = 1e9
+from qerl.units import bytes_text
 
 
 def describe(config: Config, *, width: int = 100) -> str:
@@ -134,7 +133,7 @@ def _work_table(config: Config, spec: ModelSpec, data: dict[str, str]) -> Table:
         ),
         (
             f"kept {'models' if config.train.mode == 'full' else 'adapters'} on disk",
-            f"{kept} x {kept_bytes / GB:.4f} GB = {kept * kept_bytes / GB:.3f} GB",
+            f"{kept} x {bytes_text(kept_bytes)} = {bytes_text(kept * kept_bytes)}",
         ),
     ):
         table.add_row(name, value)

@@ -9,8 +9,7 @@ from qerl import memory
 from qerl.objective.batch import Sample
 from qerl.objective.filtering import kind_fractions
 from qerl.records import Group, Outcome, Rollout, Score
-
-GB = 1e9
+from qerl.units import GB
 
 
 def group_metrics(groups: Sequence[Group]) -> dict[str, float]:

@@ -11,6 +11,7 @@ from qerl.errors import ConfigError
 from qerl.metrics.files import check_writable
 from qerl.metrics.run_dir import RunDir
 from qerl.metrics.terminal import print_facts, warn
+from qerl.units import bytes_text
 
 if TYPE_CHECKING:
     from qerl.config.schema import QuantConfig
@@ -147,6 +148,6 @@ def _merge(base: Path, adapter: Path, out: Path, *, quant: QuantConfig, weights:
             "of": origin,
             "merged": f"{done.projections} projections, {done.norms} norms into "
             + ("the plain weights" if weights == "plain" else f"the dequantized {quant.format} weights"),
-            "size": f"{done.bytes / 1e9:.2f} GB in {done.files} file{'s' if done.files > 1 else ''}",
+            "size": f"{bytes_text(done.bytes)} in {done.files} file{'s' if done.files > 1 else ''}",
         }
     )

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from qerl.config.load import load_config
-from qerl.memory import GB, Budget
+from qerl.memory import Budget
 from qerl.model.spec import ModelSpec
+from qerl.units import GB
 
 _QWEN = {
     "model_type": "qwen2",

@@ -4,7 +4,7 @@ import pytest
 from memory_builders import budget, configured, qwen
 
 from qerl import memory
-from qerl.memory import GB
+from qerl.units import GB
 
 
 @pytest.mark.parametrize(

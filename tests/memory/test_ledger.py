@@ -8,8 +8,7 @@ from qerl.memory import PHASES, predict, trained_tensors
 from qerl.memory.ledger import group_tokens, kv_bytes, micro_batch_tokens
 from qerl.records import Prompt, SamplingSpec
 from qerl.rollout.engine import Engine
-
-GB = 1e9
+from qerl.units import GB
 
 
 @pytest.mark.parametrize(("size", "paper", "bound"), [("7b", 12.8, 14), ("14b", 20.6, 24), ("32b", 36.0, 48)])

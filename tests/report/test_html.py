@@ -85,7 +85,7 @@ def test_settings_memory_time_and_warnings_are_shown(page):
     for words in (
         "optim.lr 0.0003 1e-05",
         "kv cache 50.3 MB 41.0 MB +22.7 %",
-        "norms 3.5 kB 3.5 kB +0.0 %",
+        "norms 3.50 kB 3.50 kB +0.0 %",
         "training phase, predicted 215 MB",
         "rollout 26 s",
         "completion tokens",
@@ -106,7 +106,7 @@ def test_peaks_of_a_gpu_stand_beside_their_prediction(tmp_path):
     page = Page(render(read_run(run.path)))
     for words in (
         "backward phase, predicted 20.0 GB",
-        "backward, all else at its peak 9.0 GB 10.0 GB −10.0 %",
+        "backward, all else at its peak 9.00 GB 10.0 GB −10.0 %",
         "backward phase, allocated 19.9 GB",
         "backward phase, reserved 24.6 GB",
     ):

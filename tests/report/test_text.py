@@ -5,22 +5,6 @@ from qerl.report import text
 
 @pytest.mark.parametrize(
     ("value", "expected"),
-    [
-        (None, "–"),
-        (0, "0 B"),
-        (999, "999 B"),
-        (1000, "1.0 kB"),
-        (99_960, "100 kB"),
-        (999_600, "1.0 MB"),
-        (2.5e12, "2.5 TB"),
-    ],
-)
-def test_size(value, expected):
-    assert text.size(value) == expected
-
-
-@pytest.mark.parametrize(
-    ("value", "expected"),
     [(None, "–"), (512, "512"), (9_999, "9,999"), (12_345, "12.3k"), (3_412_000, "3.41M"), (2e9, "2G")],
 )
 def test_count(value, expected):
