@@ -9,8 +9,8 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from timing import device_times
 
+from benchmarks.timing import device_times
 from qerl.kernels.cuda import Kernel
 from qerl.rollout.workspace import Workspace
 

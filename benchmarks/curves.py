@@ -18,20 +18,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+if __name__ == "__main__" and not __package__:
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
 import torch
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
-
-from captured import step_of  # noqa: E402
-from rollout import NO_EOS, floor_ms, tiny  # noqa: E402
-from stored import write_result  # noqa: E402
-from synthetic import StubTokenizer, model_spec, random_model, set_rank  # noqa: E402
-from timing import device_times, host_times, require_gpu  # noqa: E402
-
-from qerl.model.decoder import Decoder  # noqa: E402
-from qerl.records import SamplingSpec  # noqa: E402
-from qerl.rollout.engine import Engine  # noqa: E402
+from benchmarks.captured import step_of
+from benchmarks.rollout import NO_EOS, floor_ms, tiny
+from benchmarks.stored import write_result
+from benchmarks.synthetic import StubTokenizer, model_spec, random_model, set_rank
+from benchmarks.timing import device_times, host_times, require_gpu
+from qerl.model.decoder import Decoder
+from qerl.records import SamplingSpec
+from qerl.rollout.engine import Engine
 
 SHORT, RANK = 112, 32
 CONTEXTS, RANKS, ROWS = "64x512,64x2048,64x8192,64x32000", "16,32,64,128", "1,8,64,256"

@@ -18,19 +18,18 @@ import sys
 from pathlib import Path
 from typing import Any
 
+if __name__ == "__main__" and not __package__:
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
 import torch
 from torch import Tensor
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
-
-from rollout import BANDWIDTH  # noqa: E402
-from stored import write_result  # noqa: E402
-from synthetic import SHAPES  # noqa: E402
-from timing import device_times, require_gpu  # noqa: E402
-
-from qerl.kernels.cached_attention import CacheRows, SharedPages, cached_attention, members_for, reference  # noqa: E402
-from qerl.rollout.workspace import MANY_PAIRS, SHORT_TOKENS  # noqa: E402
+from benchmarks.rollout import BANDWIDTH
+from benchmarks.stored import write_result
+from benchmarks.synthetic import SHAPES
+from benchmarks.timing import device_times, require_gpu
+from qerl.kernels.cached_attention import CacheRows, SharedPages, cached_attention, members_for, reference
+from qerl.rollout.workspace import MANY_PAIRS, SHORT_TOKENS
 
 PAGE = 64
 LONGEST = 32768

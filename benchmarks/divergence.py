@@ -20,24 +20,23 @@ import time
 from pathlib import Path
 from typing import Any
 
+if __name__ == "__main__" and not __package__:
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
 import torch
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
-
-from stored import write_result  # noqa: E402
-
-from qerl.config.load import load_config  # noqa: E402
-from qerl.config.schema import QuantConfig  # noqa: E402
-from qerl.eval.intervals import wilson  # noqa: E402
-from qerl.formats import dequantize  # noqa: E402
-from qerl.model.attention import PackedSequences  # noqa: E402
-from qerl.model.checkpoint import load_model, resolve_model_path  # noqa: E402
-from qerl.model.decoder import Decoder  # noqa: E402
-from qerl.model.tokenizer import Tokenizer, load_tokenizer  # noqa: E402
-from qerl.records import Prompt, SamplingSpec  # noqa: E402
-from qerl.rollout.engine import Engine  # noqa: E402
-from qerl.train.prompts import load_prompts  # noqa: E402
+from benchmarks.stored import write_result
+from qerl.config.load import load_config
+from qerl.config.schema import QuantConfig
+from qerl.eval.intervals import wilson
+from qerl.formats import dequantize
+from qerl.model.attention import PackedSequences
+from qerl.model.checkpoint import load_model, resolve_model_path
+from qerl.model.decoder import Decoder
+from qerl.model.tokenizer import Tokenizer, load_tokenizer
+from qerl.records import Prompt, SamplingSpec
+from qerl.rollout.engine import Engine
+from qerl.train.prompts import load_prompts
 
 
 def give_weights(model: Decoder, peer: torch.nn.Module) -> None:

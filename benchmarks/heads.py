@@ -7,14 +7,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from synthetic import normal
 from torch import Tensor
 
+from benchmarks.synthetic import normal
 from qerl.formats import dequantize, get_format
 from qerl.kernels.token_logprobs import Head, head_logits, reference
 
 if TYPE_CHECKING:
-    from kernels import Bench
+    from benchmarks.kernels import Bench
 
 HEAD_ROWS = (1, 8, 64, 256)
 TILES, DENSE = "+tiles", "+dense"

@@ -23,21 +23,25 @@ import importlib.metadata
 import itertools
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+if __name__ == "__main__" and not __package__:
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
 import torch
-from heads import HEAD_ROWS, HEADS, MEASURED, head_rows
-from linear_cells import Cells, parse_cells
-from linear_peers import PACKAGES, PEERS, Peer, largest_error, require
-from linears import KEPT, Linear, bfloat16, layer, projections, separate
-from stored import write_result
-from synthetic import SHAPES, normal
-from timing import deciles, device_times, require_gpu
 from torch import Tensor
 
+from benchmarks.heads import HEAD_ROWS, HEADS, MEASURED, head_rows
+from benchmarks.linear_cells import Cells, parse_cells
+from benchmarks.linear_peers import PACKAGES, PEERS, Peer, largest_error, require
+from benchmarks.linears import KEPT, Linear, bfloat16, layer, projections, separate
+from benchmarks.stored import write_result
+from benchmarks.synthetic import SHAPES, normal
+from benchmarks.timing import deciles, device_times, require_gpu
 from qerl.formats import dequantize
 from qerl.kernels.fp4_linear import AdapterPart, fp4_linear, regimes
 

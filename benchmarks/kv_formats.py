@@ -14,20 +14,19 @@ import sys
 from pathlib import Path
 from typing import Any
 
+if __name__ == "__main__" and not __package__:
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
 import torch
 from torch import Tensor
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
-
-from stored import write_result  # noqa: E402
-
-from qerl.config.schema import QuantConfig  # noqa: E402
-from qerl.kernels.cached_attention.storage import FP8, FP8_LARGEST, stored  # noqa: E402
-from qerl.model.attention import PackedSequences  # noqa: E402
-from qerl.model.checkpoint import load_model, resolve_model_path  # noqa: E402
-from qerl.model.decoder import Decoder  # noqa: E402
-from qerl.model.tokenizer import load_tokenizer  # noqa: E402
+from benchmarks.stored import write_result
+from qerl.config.schema import QuantConfig
+from qerl.kernels.cached_attention.storage import FP8, FP8_LARGEST, stored
+from qerl.model.attention import PackedSequences
+from qerl.model.checkpoint import load_model, resolve_model_path
+from qerl.model.decoder import Decoder
+from qerl.model.tokenizer import load_tokenizer
 
 TEXTS = (
     (

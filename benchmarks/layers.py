@@ -15,18 +15,22 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import time
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from stored import write_result
-from synthetic import random_model
-from timing import require_gpu
-from training import clear, facts, questions, random_answers, samples, spec_of, synchronize
+if __name__ == "__main__" and not __package__:
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+import torch
+
+from benchmarks.stored import write_result
+from benchmarks.synthetic import random_model
+from benchmarks.timing import require_gpu
+from benchmarks.training import clear, facts, questions, random_answers, samples, spec_of, synchronize
 from qerl.model.decoder import Decoder
 from qerl.model.recompute import Checkpointing
 from qerl.objective.batch import pack

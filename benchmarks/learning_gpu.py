@@ -18,16 +18,17 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+if __name__ == "__main__" and not __package__:
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from benchmarks.stored import command, environment
+from qerl.config.load import load_config
+from qerl.metrics.files import to_json, whole_file
+from qerl.metrics.run_dir import RunDir
+from qerl.train.rescore import rescore
+from qerl.train.run import train
+
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
-
-from stored import command, environment  # noqa: E402
-
-from qerl.config.load import load_config  # noqa: E402
-from qerl.metrics.files import to_json, whole_file  # noqa: E402
-from qerl.metrics.run_dir import RunDir  # noqa: E402
-from qerl.train.rescore import rescore  # noqa: E402
-from qerl.train.run import train  # noqa: E402
 
 SETTINGS = (
     "train.steps=6",

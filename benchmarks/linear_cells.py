@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 
-from linear_peers import PEERS
-from linears import KEPT
-from synthetic import SHAPES
-
+from benchmarks.linear_peers import PEERS
+from benchmarks.linears import KEPT
+from benchmarks.synthetic import SHAPES
 from qerl.formats import FORMAT_NAMES
 
 

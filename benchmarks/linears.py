@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from synthetic import normal
 from torch import Tensor
 
+from benchmarks.synthetic import normal
 from qerl.formats import PackedWeight, get_format, tiles
 from qerl.formats.nvfp4 import Nvfp4Format
 from qerl.kernels.fp4_linear import AdapterPart, keep, keeps

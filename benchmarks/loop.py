@@ -27,22 +27,23 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+if __name__ == "__main__" and not __package__:
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
 import torch
 
+from benchmarks.stored import write_result
+from benchmarks.synthetic import SHAPES
+from benchmarks.timing import require_gpu
+from benchmarks.training import TINY
+from qerl.config.load import load_config
+from qerl.errors import RunStopped
+from qerl.metrics.run_dir import RunDir
+from qerl.train.run import train
+from qerl.train.stop import Deadline
+from qerl.train.timing import STAGES
+
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
-
-from stored import write_result  # noqa: E402
-from synthetic import SHAPES  # noqa: E402
-from timing import require_gpu  # noqa: E402
-from training import TINY  # noqa: E402
-
-from qerl.config.load import load_config  # noqa: E402
-from qerl.errors import RunStopped  # noqa: E402
-from qerl.metrics.run_dir import RunDir  # noqa: E402
-from qerl.train.run import train  # noqa: E402
-from qerl.train.stop import Deadline  # noqa: E402
-from qerl.train.timing import STAGES  # noqa: E402
 
 SETTINGS = (
     "aqn.num_stages=2", "optim.warmup_ratio=0.0", "diagnostics.every=0", "eval.before=false", "eval.after=false", "eval.every=0",

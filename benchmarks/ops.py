@@ -11,15 +11,19 @@ product in the same run. Of quantization and dequantization (`packing.py`) a flo
 from __future__ import annotations
 
 import argparse
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from packing import packing
-from stored import write_result
-from timing import captured, device_times, require_gpu
+if __name__ == "__main__" and not __package__:
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+import torch
+
+from benchmarks.packing import packing
+from benchmarks.stored import write_result
+from benchmarks.timing import captured, device_times, require_gpu
 from qerl.kernels import philox
 from qerl.kernels.activation import silu_mul
 from qerl.kernels.activation import triton as activation_triton

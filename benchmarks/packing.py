@@ -12,8 +12,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from timing import captured, device_times
 
+from benchmarks.timing import captured, device_times
 from qerl.formats import PackedWeight, dequantize, get_format
 from qerl.kernels.fp4_linear import dense
 from qerl.kernels.fp4_linear.unpack import unpack
@@ -21,7 +21,7 @@ from qerl.kernels.quantize import mxfp4, nf4, quantize
 from qerl.kernels.quantize import triton as quantize_triton
 
 if TYPE_CHECKING:
-    from ops import Table
+    from benchmarks.ops import Table
 
 SHAPE = (2 * 18944, 3584)
 """Gate and up of a Qwen2.5-7B."""

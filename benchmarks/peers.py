@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from training import GB, operations, rated, synchronize
 
+from benchmarks.training import GB, operations, rated, synchronize
 from qerl.config.schema import PROJECTIONS
 from qerl.model.spec import ModelSpec
 

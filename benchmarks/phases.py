@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from synthetic import StubTokenizer, random_model
-from training import clear, learned, questions, random_answers, samples, settings, spec_of, synchronize
 
+from benchmarks.synthetic import StubTokenizer, random_model
+from benchmarks.training import clear, learned, questions, random_answers, samples, settings, spec_of, synchronize
 from qerl import memory
 from qerl.objective.batch import pack
 from qerl.records import Completion, Prompt, SamplingSpec, TrainBatch

@@ -13,12 +13,16 @@ import argparse
 import json
 import multiprocessing
 import shutil
+import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from stored import write_result
+if __name__ == "__main__" and not __package__:
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from benchmarks.stored import write_result
 
 SHAPES: dict[str, dict[str, int]] = {
     "32b": {"hidden_size": 5120, "intermediate_size": 27648, "num_attention_heads": 40, "num_key_value_heads": 8},

@@ -11,13 +11,17 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
-import torch
-from stored import write_result
+if __name__ == "__main__" and not __package__:
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+import torch
+
+from benchmarks.stored import write_result
 from qerl.formats import get_format
 from qerl.model.checkpoint import resolve_model_path
 from qerl.model.tokenizer import Tokenizer, load_tokenizer

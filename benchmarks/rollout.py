@@ -29,22 +29,21 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+if __name__ == "__main__" and not __package__:
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
 import torch
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
-
-from captured import profile  # noqa: E402
-from stored import write_result  # noqa: E402
-from synthetic import StubTokenizer, model_spec, random_model  # noqa: E402
-from timing import deciles, require_gpu  # noqa: E402
-
-from qerl.kernels import philox  # noqa: E402
-from qerl.model.aqn import NoiseState  # noqa: E402
-from qerl.model.decoder import Decoder  # noqa: E402
-from qerl.model.spec import ModelSpec  # noqa: E402
-from qerl.records import Prompt, SamplingSpec  # noqa: E402
-from qerl.rollout.engine import Engine  # noqa: E402
+from benchmarks.captured import profile
+from benchmarks.stored import write_result
+from benchmarks.synthetic import StubTokenizer, model_spec, random_model
+from benchmarks.timing import deciles, require_gpu
+from qerl.kernels import philox
+from qerl.model.aqn import NoiseState
+from qerl.model.decoder import Decoder
+from qerl.model.spec import ModelSpec
+from qerl.records import Prompt, SamplingSpec
+from qerl.rollout.engine import Engine
 
 BANDWIDTH, COMPUTE = 4.28e12, 790e12
 """Of one H200: bytes a second of a copy, operations a second of a bfloat16 product, both measured."""

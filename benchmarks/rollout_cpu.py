@@ -19,20 +19,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+if __name__ == "__main__" and not __package__:
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
 import torch
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
-
-from rollout import NO_EOS, make_prompts  # noqa: E402
-from stored import write_result  # noqa: E402
-from synthetic import StubTokenizer  # noqa: E402
-
-from qerl.config.schema import QuantConfig  # noqa: E402
-from qerl.model.checkpoint import load_model, resolve_model_path  # noqa: E402
-from qerl.model.decoder import Decoder  # noqa: E402
-from qerl.records import SamplingSpec  # noqa: E402
-from qerl.rollout.engine import Engine  # noqa: E402
+from benchmarks.rollout import NO_EOS, make_prompts
+from benchmarks.stored import write_result
+from benchmarks.synthetic import StubTokenizer
+from qerl.config.schema import QuantConfig
+from qerl.model.checkpoint import load_model, resolve_model_path
+from qerl.model.decoder import Decoder
+from qerl.records import SamplingSpec
+from qerl.rollout.engine import Engine
 
 PROMPT, NEW, ROUNDS = 16, 32, 5
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}

@@ -24,18 +24,23 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+if __name__ == "__main__" and not __package__:
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
 import torch
-from peers import peft_passes
-from phases import MICRO_BATCH, Case, Run
-from stored import made_by, write_result
-from timing import require_gpu
-from training import (
+
+from benchmarks.peers import peft_passes
+from benchmarks.phases import MICRO_BATCH, Case, Run
+from benchmarks.stored import made_by, write_result
+from benchmarks.timing import require_gpu
+from benchmarks.training import (
     GB,
     STAGES,
     cap,
@@ -47,7 +52,6 @@ from training import (
     rated,
     spec_of,
 )
-
 from qerl.errors import MissingDependencyError
 from qerl.records import Completion
 from qerl.report.speedup import speed_up

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from synthetic import model_spec
 
+from benchmarks.synthetic import model_spec
 from qerl import memory
 from qerl.config.load import load_config
 from qerl.config.schema import Config

@@ -30,11 +30,12 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+sys.path.insert(0, str(ROOT))
 
 from sanitize_cases import CUDA_PARTS, PARTS, Case, launches  # noqa: E402
 from sanitize_controls import CONTROLS, EXPLAINED, control  # noqa: E402
-from stored import write_result  # noqa: E402
+
+from benchmarks.stored import write_result  # noqa: E402
 
 TOOLS = ("memcheck", "racecheck", "synccheck")
 

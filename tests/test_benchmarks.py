@@ -4,6 +4,7 @@ import argparse
 import importlib
 import importlib.util
 import json
+import os
 import re
 import statistics
 import subprocess
@@ -124,8 +125,8 @@ def test_the_benchmark_of_linear_layers_checks_and_times_each_kernel(tmp_path):
 
 @pytest.fixture
 def kernels(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    return importlib.import_module("kernels")
+    monkeypatch.syspath_prepend(str(ROOT))
+    return importlib.import_module("benchmarks.kernels")
 
 
 def test_cells_of_linear_layers_are_named_one_by_one(kernels):
@@ -226,8 +227,8 @@ def test_the_rollout_benchmark_runs_in_toy_shapes(tmp_path):
 @pytest.fixture
 def module(monkeypatch):
     """Imports a file of benchmarks/."""
-    monkeypatch.setattr(sys, "path", [str(ROOT / "benchmarks"), *sys.path])
-    return importlib.import_module
+    monkeypatch.syspath_prepend(str(ROOT))
+    return lambda name: importlib.import_module(f"benchmarks.{name}")
 
 
 def test_clean_and_noisy_steps_of_a_loop_are_told_apart_without_those_that_begin_a_stage(module):
@@ -359,3 +360,29 @@ def test_what_benchmarks_share_is_not_offered_as_one():
     assert result.exit_code == 2
     offered = result.stderr.split("expected one of")[1].split(".")[0]
     assert "kernels" in offered and "rollout" in offered and "synthetic" not in offered and "timing" not in offered
+
+
+@pytest.mark.parametrize("call", [["benchmarks/quantize_memory.py"], ["-m", "qerl", "bench", "quantize_memory"]])
+def test_a_benchmark_hides_no_package_of_the_name_of_another(call, tmp_path):
+    """bitsandbytes and transformers look for a package `kernels`, and there is a benchmark of that name."""
+    (tmp_path / "kernels.py").touch()
+    at_the_end = 'import atexit, importlib.util as u\natexit.register(lambda: print(u.find_spec("kernels").origin))\n'
+    (tmp_path / "sitecustomize.py").write_text(at_the_end)
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, *call, "--help"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, env=environment)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("usage: quantize_memory.py")
+    assert result.stdout.splitlines()[-1] == str(tmp_path / "kernels.py")
+
+
+@pytest.mark.parametrize(
+    "path",
+    [path for path in (ROOT / "benchmarks").glob("*.py") if '"__main__"' in path.read_text()],
+    ids=lambda path: path.stem,
+)
+def test_every_benchmark_takes_its_folder_off_the_path_before_it_imports_anything(path):
+    before = path.read_text().partition("    sys.path[0] = str(Path(__file__).resolve().parents[1])\n")[0]
+    assert before.endswith('if __name__ == "__main__" and not __package__:\n')
+    others = set(re.findall(r"^(?:import|from) (\w+)", before, re.MULTILINE)) - sys.stdlib_module_names
+    assert not others

@@ -24,13 +24,13 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(Path(__file__).resolve().parent)]
 
-from anchor_parts import require, write  # noqa: E402
+from anchor_parts import require, write
 
-from qerl.config.load import load_config  # noqa: E402
-from qerl.config.schema import PROJECTIONS  # noqa: E402
-from qerl.data.tasks import load_rows  # noqa: E402
-from qerl.records import Completion, Prompt  # noqa: E402
-from qerl.reward.compose import Rewarder  # noqa: E402
+from qerl.config.load import load_config
+from qerl.config.schema import PROJECTIONS
+from qerl.data.tasks import load_rows
+from qerl.records import Completion, Prompt
+from qerl.reward.compose import Rewarder
 
 PACKAGES = {"trl": "1.16.0", "peft": "0.21.0"}
 RECIPE = ROOT / "configs" / "gsm8k_05b_nvfp4_aqn.yaml"

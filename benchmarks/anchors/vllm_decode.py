@@ -27,7 +27,7 @@ import torch
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parent)]
 
-from anchor_parts import require, write  # noqa: E402
+from anchor_parts import require, write
 
 PACKAGES = {"vllm": "0.26.0"}
 MODULES = {

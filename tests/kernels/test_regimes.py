@@ -9,7 +9,7 @@ import test_fp4_linear_gpu
 from qerl.kernels.fp4_linear import regimes
 from qerl.kernels.fp4_linear.regimes import DECODE, DENSE, KEPT, MIDDLE
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+ROOT = Path(__file__).resolve().parents[2]
 SMALL, BIG = 896 * 896, 3584 * 18944
 REGIMES = pytest.mark.parametrize(
     ("capability", "names"), [((9, 0), {DECODE, MIDDLE, DENSE}), ((8, 0), {DECODE, DENSE}), ((10, 0), {DECODE, DENSE})]
@@ -57,7 +57,7 @@ def test_kept_values_are_read_on_hopper_alone_and_the_gate_asks_all_that_reads_t
 @pytest.mark.parametrize("capability", [(9, 0), (8, 0), (10, 0)])
 @pytest.mark.parametrize("numbers", [SMALL, BIG])
 def test_the_benchmark_of_linear_layers_checks_the_dense_regime(capability, numbers, monkeypatch):
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    benchmark = importlib.import_module("kernels")
+    monkeypatch.syspath_prepend(ROOT)
+    benchmark = importlib.import_module("benchmarks.kernels")
     assert first(benchmark.MOST_CHECKED, numbers, capability) == DENSE
     assert max(benchmark.ROWS) > benchmark.MOST_CHECKED, "so that a check of all rows has that many"
