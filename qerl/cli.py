@@ -20,7 +20,7 @@ import typer
 from rich.markup import escape
 from typer.core import TyperGroup
 
-from qerl.errors import ConfigError, QerlError, RunStopped
+from qerl.errors import ConfigError, QerlError, RunStopped, nearest
 from qerl.metrics.files import cannot_write, is_full
 from qerl.metrics.terminal import LastingStream, print_facts, progress_bar, stderr, warn
 from qerl.signals import Signalled, Signals
@@ -47,7 +47,10 @@ GO_ON = {
     "train": " before the first step; nothing was changed",
     "quantize": "; the same command goes on after the last whole layer",
 }
-
+ELSEWHERE = dict.fromkeys(
+    ("chat", "serve"), "Other software serves what was trained: qerl export RUN --out DIR writes what it loads"
+)
+"""Commands that are asked for and are not there, with what to do instead."""
 
 EXAMPLES = {
     "train": ("configs/demo.yaml", "configs/demo.yaml optim.lr=1e-4 run.name=low-lr", "configs/demo.yaml --resume"),
@@ -94,6 +97,18 @@ class _Commands(TyperGroup):
                     self._end(ctx, signals.signal_number or signal.SIGINT)
                 self._refuse(error)
 
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """The command that is named; one that is not there is a mistake like any other."""
+        if args and not args[0].startswith("-") and args[0] not in self.commands:
+            close = nearest(args[0], self.commands)
+            raise ConfigError(
+                "there is no such command",
+                got=args[0],
+                expected=", ".join(self.commands),
+                remedy=ELSEWHERE.get(args[0]) or (f"Did you mean {close}?" if close else None),
+            )
+        return super().resolve_command(ctx, args)
+
     def _end(self, ctx: Any, number: int) -> NoReturn:
         """After a signal; exit codes as shells have them: 130 after Ctrl-C, 143 after SIGTERM, 129 when the terminal closed."""
         self._leave(ENDED[signal.Signals(number)] + GO_ON.get(ctx.invoked_subcommand, ""), 128 + number)
@@ -106,8 +121,13 @@ class _Commands(TyperGroup):
 
     def _refuse(self, error: Exception) -> NoReturn:
         """What a user can cause, as a message; anything else is a fault of ours, which is raised again."""
+        # Of no parser's class, since typer has one of its own or click's.
+        option = str(getattr(error, "option_name", ""))
         if isinstance(error, QerlError):
             text, code = str(error), error.exit_code
+        elif "." in option:
+            remedy = f"Write {option.lstrip('-')}=VALUE"
+            text, code = str(ConfigError("settings have no dashes", got=option, remedy=remedy)), 2
         elif isinstance(error, OSError) and is_full(error):
             # What a command prints goes to a file on a full disk.
             text, code = str(cannot_write(Path("the output"), error)), 2

@@ -96,6 +96,10 @@ def test_a_mistake_ends_in_a_message_on_stderr_and_exit_code_2():
         (("eval", "--compare", "demo", "demo"), ("there is no evaluation here", "qerl eval --out")),
         (("report", "no/such/run"), ("no/such/run",)),
         (("quantize", "demo", "--out", "x", "--format", "nvpf4"), ("got 'nvpf4'", "Did you mean nvfp4?")),
+        (("train", "configs/demo.yaml", "--optim.lr=1e-4"), ("got --optim.lr", "Write optim.lr=VALUE")),
+        (("eval", "demo", "--rollout.temperature", "1"), ("got --rollout.temperature", "rollout.temperature=VALUE")),
+        (("trian", "configs/demo.yaml"), ("there is no such command; got trian", "validate", "Did you mean train?")),
+        (("chat", "runs/demo"), ("there is no such command; got chat", "qerl export")),
     ],
 )
 def test_mistakes_are_refused_in_words(arguments, pieces, monkeypatch):
@@ -128,7 +132,8 @@ def test_a_truncated_weight_file_is_named(tmp_path):
 
 def test_dry_run_prints_the_plan_and_writes_nothing(tiny_run, tmp_path):
     text = ok("train", *tiny_run, f"run.dir={tmp_path}", "--dry-run")
-    assert text.index("base_weights") < text.index("denominator: behavior")
+    # What is looked for stands last, where a terminal shows it.
+    assert text.index("denominator: behavior") < text.index("training prompts") < text.index("base_weights")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -369,15 +369,18 @@ def _candidates(config: Config, asked: Config) -> Iterator[tuple[dict[str, Any],
         now = ORDER.index(train.checkpointing) if train.checkpointing != "auto" else 0
         if ORDER.index(choice) > now:
             yield {"train.checkpointing": choice}, price
+    longest = rollout.max_prompt_tokens + rollout.max_new_tokens
+    half = max(longest, config.pass_tokens // 2)
+    smaller = "smaller products; the loss is the same"
+    if half < config.pass_tokens:
+        yield {"train.token_budget": half}, smaller
     if not train.activation_offloading:
         # It means something with full checkpointing alone, which the plan may have chosen without being told.
         fixed = {} if asked.train.checkpointing == "full" else {"train.checkpointing": "full"}
         more = "" if train.checkpointing == "full" else "; a third more arithmetic"
         yield {**fixed, "train.activation_offloading": True}, f"layer inputs cross the bus twice{more}"
-    longest = rollout.max_prompt_tokens + rollout.max_new_tokens
-    for budget in sorted({max(longest, config.pass_tokens // 2), longest}, reverse=True):
-        if budget < config.pass_tokens:
-            yield {"train.token_budget": budget}, "smaller products; the loss is the same"
+    if longest < half:
+        yield {"train.token_budget": longest}, smaller
     if config.decode_slots > 1:
         yield {"rollout.max_num_seqs": config.decode_slots // 2}, "more waves of answers"
     yield {"rollout.max_new_tokens": rollout.max_new_tokens // 2}, "long answers are cut off"

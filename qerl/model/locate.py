@@ -35,9 +35,13 @@ def resolve_model_path(name: str) -> Path:
     close = nearest(
         Path(name).name, [known for known in (*names, DEMO_MODEL) if not asked or _sizes_in(known) == asked]
     )
-    remedy = f"Did you mean {close}?" if close else None
-    if remedy is None and root is None:
-        remedy = "Set QERL_MODELS to the folder that holds your models to use their names."
+    remedy = None if root else "Set QERL_MODELS to the folder that holds your models to use their names."
+    if Path(name).expanduser().is_file():
+        remedy = "That is a file: give its folder, with config.json, safetensors and tokenizer files."
+    elif close:
+        remedy = f"Did you mean {close}?"
+    elif re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name) and not Path(name).parent.exists():
+        remedy = f"No model is downloaded; if the hub has it: hf download {name} --local-dir {Path(name).name}, and give that folder."
     raise CheckpointError(
         "the model cannot be found",
         got=name,

@@ -31,7 +31,7 @@ from qerl.units import bytes_text
 
 
 def describe(config: Config, *, width: int = 100) -> str:
-    """The resolved plan as text: sizes, schedule, predicted memory and warnings, then all settings. Reads no weights and writes nothing.
+    """The resolved plan as text: all settings, then sizes, schedule, predicted memory and warnings. Reads no weights and writes nothing.
 
     Raises:
         QerlError: whatever would stop the run before its first step, apart from its weights and an older run in its folder.
@@ -57,6 +57,8 @@ def describe(config: Config, *, width: int = 100) -> str:
     data, found = _data(config, tokenizer, spec)
     out = StringIO()
     console = Console(file=out, width=width, highlight=False)
+    console.print("settings, as they would be written to the run folder:", markup=False)
+    console.print(dump_config(config), markup=False)
     console.print(_work_table(config, spec, data))
     if config.aqn.enabled:
         console.print(_noise_table(config))
@@ -64,8 +66,6 @@ def describe(config: Config, *, width: int = 100) -> str:
     console.print(text, markup=False, end="")
     for text in [*notes, *found, *config_warnings(config)]:
         console.print(f"warning: {text}", markup=False)
-    console.print("\nsettings, as they would be written to the run folder:", markup=False)
-    console.print(dump_config(config), markup=False, end="")
     return out.getvalue()
 
 

@@ -101,6 +101,11 @@ def check_stopping(config: Config, session: Session, prompts: Sequence[Prompt]) 
         f"{item.prompt.id}: {len(item.token_ids)} tokens, {item.stop_reason}: {item.text[-SHOWN_CHARACTERS:]!r}"
         for item in completions
     ]
+    if not ended:
+        limit = config.rollout.max_new_tokens
+        lines.append(
+            f"raise rollout.max_new_tokens (now {limit}), or look whether the tokens above end this model's answers"
+        )
     return Check(name="stopping", passed=ended > 0, lines=tuple(lines))
 
 

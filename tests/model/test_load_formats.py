@@ -291,6 +291,16 @@ def test_models_are_found_by_folder_or_by_name(tmp_path, monkeypatch):
     # Another size is another model.
     with pytest.raises(CheckpointError, match=r"got SmolLM2-1.7B-Instruct; [^?]*$"):
         resolve_model_path("SmolLM2-1.7B-Instruct")
+    (tmp_path / "model.gguf").touch()
+    with pytest.raises(CheckpointError, match=r"model.gguf; .*That is a file: give its folder"):
+        resolve_model_path(str(tmp_path / "model.gguf"))
+    with pytest.raises(CheckpointError, match=r"hf download owner/SmolLM2-1.7B --local-dir SmolLM2-1.7B, and"):
+        resolve_model_path("owner/SmolLM2-1.7B")
+    # What begins with a folder that is there is a path; a name that is known is what was meant.
+    with pytest.raises(CheckpointError, match=r"SmolLM2-1\.7B; (?!.*hf download)"):
+        resolve_model_path(str(tmp_path / "SmolLM2-1.7B"))
+    with pytest.raises(CheckpointError, match=r"Did you mean SmolLM2-135M-Instruct\?$"):
+        resolve_model_path("HuggingFaceTB/SmolLM2-135M")
     monkeypatch.delenv("QERL_MODELS")
     with pytest.raises(CheckpointError, match="Set QERL_MODELS"):
         resolve_model_path("SmolLM2-135M-Instruct")

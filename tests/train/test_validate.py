@@ -49,6 +49,7 @@ def test_an_answer_limit_that_cuts_every_answer_fails(data):
     assert not found["stopping"].passed and "0 of 3 greedy answers" in found["stopping"].lines[0]
     result = CliRunner().invoke(app, ["validate", *settings(data, "rollout.max_new_tokens=2")])
     assert result.exit_code == 1 and "FAIL  stopping" in result.stdout
+    assert "raise rollout.max_new_tokens (now 2)" in result.stdout
 
 
 def test_references_that_cannot_score_fail(data, tmp_path):
