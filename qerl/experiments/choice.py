@@ -1,4 +1,4 @@
-"""best_recipe: which trial of each arm is trained anew. One rule for all arms; failed trials count as trials."""
+"""best_recipe: which trial of each arm is trained anew. One rule for all arms; collapsed trials count as trials."""
 
 from __future__ import annotations
 
@@ -6,11 +6,19 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from qerl.experiments.cells import Cell
     from qerl.experiments.plan import Plan
 
 
+def is_cut(plan: Plan, cell: Cell) -> bool:
+    """Whether a trial was ended by the machine (a kill, memory, a full disk) and not by its training: it says nothing of its recipe, and
+    is run again. One without a temperature has not begun."""
+    failed = cell.phase == "tune" and plan.state(cell) == "failed" and not cell.pending
+    return failed and not plan.manifest.cell(cell.name).get("collapse")
+
+
 def choose(plan: Plan) -> dict[str, dict[str, Any]]:
-    """Arm -> its choice, for every arm whose trials have all ended; empty for other protocols.
+    """Arm -> its choice, for every arm whose trials have all ended, none of them cut; empty for other protocols.
 
     A recipe is one combination of axis values, its score the mean of the last accuracies of its trials over the tuning
     seeds. A recipe with a failed trial cannot be chosen; the first of equals is.
@@ -22,7 +30,8 @@ def choose(plan: Plan) -> dict[str, dict[str, Any]]:
     for arm in plan.matrix.arms:
         trials = [cell for cell in plan.cells if cell.arm.name == arm.name and cell.phase == "tune"]
         states = [plan.state(cell) for cell in trials]
-        if not trials or any(state not in ("finished", "failed", "invalid") for state in states):
+        ended = all(state in ("finished", "failed", "invalid") for state in states)
+        if not trials or not ended or any(is_cut(plan, cell) for cell in trials):
             continue
         scores: dict[str, list[float | None]] = {}
         axes: dict[str, dict[str, Any]] = {}

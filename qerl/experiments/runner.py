@@ -10,14 +10,14 @@ from typing import Any
 
 from qerl.errors import ConfigError, RunStopped, nearest
 from qerl.experiments.cells import Cell
-from qerl.experiments.choice import choose
+from qerl.experiments.choice import choose, is_cut
 from qerl.experiments.final import missing
 from qerl.experiments.matched import fingerprint, reference_of
 from qerl.experiments.one_cell import FAILURES, lock, run_cell, settle_folder
 from qerl.experiments.plan import Plan, open_plan, record_plan
 from qerl.experiments.pool import Pool, visible_devices
 from qerl.experiments.portable import DONE, Portable
-from qerl.experiments.process import Ending, run_child
+from qerl.experiments.process import AGAIN, Ending, run_child
 from qerl.experiments.summary import write_cell_summary
 from qerl.experiments.temperature import find_temperature, initial_entropy
 from qerl.metrics.files import remove_leftovers
@@ -154,7 +154,8 @@ def _run_pool(plan: Plan, orders: Orders, deadline: Deadline, say: Say, portable
                 state = _ended(plan, entry.cell, ending)
                 portable.take(entry.cell)
                 error = plan.manifest.cell(entry.cell.name).get("error") if state == "failed" else None
-                say(f"{entry.cell.name}: {state}" + (f": {error}. --retry runs it again" if error else ""))
+                what = AGAIN if is_cut(plan, entry.cell) else "--retry"
+                say(f"{entry.cell.name}: {state}" + (f": {error}. {what} runs it again" if error else ""))
                 over = over or state in UNDONE
 
 
@@ -217,9 +218,8 @@ def _is_due(plan: Plan, cell: Cell, orders: Orders) -> bool:
 
 def _is_open(plan: Plan, cell: Cell, orders: Orders) -> bool:
     state = plan.state(cell)
-    return (
-        state not in DONE or (state == "failed" and orders.retry) or (state == "finished" and _lacks_finals(plan, cell))
-    )
+    again = state == "failed" and (orders.retry or is_cut(plan, cell))
+    return state not in DONE or again or (state == "finished" and _lacks_finals(plan, cell))
 
 
 def _lacks_finals(plan: Plan, cell: Cell) -> bool:

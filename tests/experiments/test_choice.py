@@ -1,4 +1,16 @@
-from qerl.experiments.choice import best_recipe
+"""Which recipe is trained anew, and which trials count."""
+
+import signal
+
+import pytest
+from matrix_builders import ARMS, write_matrix
+
+from qerl.experiments import pool, runner
+from qerl.experiments.choice import best_recipe, choose
+from qerl.experiments.plan import open_plan, record_plan
+from qerl.experiments.process import Ending
+from qerl.experiments.runner import Orders
+from qerl.metrics.run_dir import RunDir
 
 AXES = {"low": {"optim.lr": 1e-5}, "high": {"optim.lr": 1e-4}}
 
@@ -23,3 +35,58 @@ def test_the_first_of_equals_is_chosen():
 def test_nothing_is_chosen_when_all_failed():
     found = best_recipe({"low": [None], "high": [None]}, AXES)
     assert found["axes"] is None and found["score"] is None and found["failed"] == 2
+
+
+TRIALS = ("plain-lr0.1-tune-s7", "plain-lr0.2-tune-s7")
+
+
+@pytest.fixture
+def trials(tmp_path):
+    """Two recipes of one arm, the first of them with a result."""
+    changes = {"arms": [ARMS[0]], "axes": {"optim.lr": [0.1, 0.2]}, "tuning": {"seeds": [7]}}
+    plan = open_plan(write_matrix(tmp_path, protocol="best_recipe", **changes), [], tmp_path / "out")
+    record_plan(plan)
+
+    def finished(name, accuracy):
+        plan.manifest.set_state(name, "finished", error=None)
+        run = RunDir.create(plan.out / name)
+        run.append_metrics(1, {})
+        run.write_json("summary.json", {"status": "finished", "evaluation": {"after": {"accuracy": accuracy}}})
+
+    finished(TRIALS[0], 0.3)
+    return plan, finished
+
+
+def test_a_killed_trial_is_run_again_and_says_nothing_of_its_recipe(trials, monkeypatch):
+    """Its recipe would have been the best one: no choice is made without it, and the next command runs it without being asked to."""
+    plan, finished = trials
+    killed = next(cell for cell in plan.cells if cell.name == TRIALS[1])
+    plan.manifest.set_state(killed.name, "running")
+    assert runner._ended(plan, killed, Ending(code=-signal.SIGKILL, last_words="")) == "failed"
+    assert choose(plan) == {}
+    assert [cell.name for cell in plan.cells if runner._is_due(plan, cell, Orders())] == [killed.name]
+
+    class Child:
+        """In place of a process: the trial, which now comes to its end."""
+
+        running = False
+
+        def __init__(self, plan, arguments, *others):
+            assert arguments[:2] == ["--cell", killed.name]
+
+        def ending(self):
+            finished(killed.name, 0.4)
+            return Ending(code=0, last_words="")
+
+    monkeypatch.setattr(pool, "Child", Child)
+    orders = Orders(only=TRIALS, portable=False)
+    after = runner.run_matrix(plan.path, [], plan.out, orders, lambda text: None)
+    found = after.manifest.read()["choices"]["plain"]
+    assert (found["axes"], found["score"], found["failed"]) == ({"optim.lr": 0.2}, 0.4, 0)
+
+
+def test_a_collapsed_trial_counts_against_its_recipe(trials):
+    plan, _ = trials
+    plan.manifest.set_state(TRIALS[1], "failed", error="TrainingError: not finite", collapse=True)
+    assert not any(runner._is_due(plan, cell, Orders()) for cell in plan.cells)
+    assert choose(plan)["plain"]["failed"] == 1 and choose(plan)["plain"]["axes"] == {"optim.lr": 0.1}
