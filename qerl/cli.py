@@ -36,6 +36,7 @@ from qerl.verbs.options import (
     Settings,
     TargetArgument,
     as_settings,
+    meant_as_setting,
     split_settings,
 )
 from qerl.verbs.planning import plan
@@ -121,13 +122,13 @@ class _Commands(TyperGroup):
 
     def _refuse(self, error: Exception) -> NoReturn:
         """What a user can cause, as a message; anything else is a fault of ours, which is raised again."""
-        # Of no parser's class, since typer has one of its own or click's.
-        option = str(getattr(error, "option_name", ""))
+        # An option that is not there, by what it holds: its class is click's or, in later versions of typer, typer's own.
+        option = getattr(error, "option_name", None) if hasattr(error, "possibilities") else None
+        setting = meant_as_setting(option) if option else None
+        if setting is not None:
+            error = ConfigError("settings have no dashes", got=option, remedy=f"Write {setting}=VALUE")
         if isinstance(error, QerlError):
             text, code = str(error), error.exit_code
-        elif "." in option:
-            remedy = f"Write {option.lstrip('-')}=VALUE"
-            text, code = str(ConfigError("settings have no dashes", got=option, remedy=remedy)), 2
         elif isinstance(error, OSError) and is_full(error):
             # What a command prints goes to a file on a full disk.
             text, code = str(cannot_write(Path("the output"), error)), 2
@@ -168,7 +169,7 @@ def train(
     if dry_run:
         from qerl.train.plan import describe
 
-        typer.echo(describe(config))
+        typer.echo(describe(config), nl=False)
         return
     from qerl.train.run import train as run_training
 

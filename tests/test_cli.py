@@ -97,7 +97,8 @@ def test_a_mistake_ends_in_a_message_on_stderr_and_exit_code_2():
         (("report", "no/such/run"), ("no/such/run",)),
         (("quantize", "demo", "--out", "x", "--format", "nvpf4"), ("got 'nvpf4'", "Did you mean nvfp4?")),
         (("train", "configs/demo.yaml", "--optim.lr=1e-4"), ("got --optim.lr", "Write optim.lr=VALUE")),
-        (("eval", "demo", "--rollout.temperature", "1"), ("got --rollout.temperature", "rollout.temperature=VALUE")),
+        (("train", "configs/demo.yaml", "--learning-rate", "1e-4"), ("got --learning-rate", "Write optim.lr=VALUE")),
+        (("eval", "demo", "--rollout.temprature", "1"), ("--rollout.temprature", "Write rollout.temperature=VALUE")),
         (("trian", "configs/demo.yaml"), ("there is no such command; got trian", "validate", "Did you mean train?")),
         (("chat", "runs/demo"), ("there is no such command; got chat", "qerl export")),
     ],
@@ -319,6 +320,12 @@ def test_results_that_cannot_be_printed_end_in_a_message():
         )
     assert done.returncode == 2
     assert "the output cannot be written" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_an_option_that_is_no_setting_either_is_left_to_the_parser():
+    for arguments in (("eval", "demo", "--limt", "3"), ("eval", "demo", "--temperature")):
+        result = qerl(*arguments)
+        assert result.exit_code == 2 and "VALUE" not in result.output and arguments[2] in result.output
 
 
 def test_a_run_that_is_not_there_is_called_a_run_too():

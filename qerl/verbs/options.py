@@ -52,6 +52,18 @@ def split_settings(settings: Sequence[str] | None) -> tuple[str | None, list[str
     return (files[0] if files else None), [item for item in settings or () if "=" in item]
 
 
+def meant_as_setting(option: str) -> str | None:
+    """The key that an option which no verb has was meant for: ``--optim.lr``, ``--lr``, or another library's ``--learning-rate``."""
+    from qerl.config.fields import all_keys
+    from qerl.config.suggest import ALIASES, suggest_key
+
+    name = option.lstrip("-").replace("-", "_")
+    known = all_keys()
+    if "." in name:
+        return suggest_key(name, known) or name
+    return suggest_key(name, known) if name in {*ALIASES, *(key.rpartition(".")[2] for key in known)} else None
+
+
 def as_settings(flags: dict[str, Any]) -> list[str]:
     """Flags that were given, as ``key=value`` settings."""
     return [f"{key}={value}" for key, value in flags.items() if value is not None]
