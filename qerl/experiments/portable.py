@@ -1,7 +1,8 @@
 """``portable/``: the matrix folder without what is large, to go on or to be reported elsewhere.
 
 Each cell's part is written when the cell ends, while others are at work, so that little is left to do when time is up; and, of cells at
-work beside this process, whenever they have saved, so that a machine that is taken away takes little with it.
+work beside this process, whenever they have saved, so that a machine that is taken away takes little with it. A cell whose command was
+killed writes its own part when it ends.
 """
 
 from __future__ import annotations

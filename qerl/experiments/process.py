@@ -72,7 +72,7 @@ class Child:
         name: str | None = None,
     ):
         command = [sys.executable, "-m", "qerl", "matrix", str(plan.path), *plan.settings, "--out", str(plan.out)]
-        command += ["--one-process", "--own-process", "--no-portable", *arguments]
+        command += ["--one-process", "--started-by", str(os.getpid()), *arguments]
         if seconds is not None:
             command += ["--max-minutes", f"{max(seconds - STARTING_SECONDS, 0.0) / 60:.4f}"]
         self._name = name

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,8 +53,14 @@ class Orders:
     """Find the temperatures and stop."""
     portable: bool = True
     """Write ``portable/`` at the end."""
-    own_process: bool = False
-    """This is a process that a matrix has started for one cell, or for a search; the matrix has recorded the plan and looked at the data."""
+    started_by: int | None = None
+    """Number of the process that has started this one for one cell, or for a search: it has recorded the plan and looked at the data, and
+    writes ``portable/`` as long as it is there. None: nobody has."""
+
+    @property
+    def own_process(self) -> bool:
+        """Whether this process is there for one cell, or for a search, alone."""
+        return self.started_by is not None
 
 
 def run_matrix(path: Path, settings: Sequence[str], out: Path | None, orders: Orders, say: Say) -> Plan:
@@ -81,13 +88,17 @@ def run_matrix(path: Path, settings: Sequence[str], out: Path | None, orders: Or
     if orders.match_only or orders.one_process:
         plan = _find_temperatures(plan, orders, deadline, say)
     stopped: RunStopped | None = None
-    with Portable(plan, wanted=orders.portable) as portable:
+    with Portable(plan, wanted=orders.portable and not orders.own_process) as portable:
         if not orders.match_only:
             run = _run_here if orders.one_process else _run_pool
             try:
                 plan = run(plan, orders, deadline, say, portable)
             except RunStopped as stop:
                 stopped = stop
+    if orders.portable and orders.own_process and not orders.match_only and os.getppid() != orders.started_by:
+        # The matrix was killed, and cannot carry what it has started.
+        with Portable(replace(plan, cells=tuple(_selected(plan, orders))), wanted=True):
+            pass
     if stopped is not None:
         raise stopped
     return plan
@@ -139,7 +150,8 @@ def _run_pool(plan: Plan, orders: Orders, deadline: Deadline, say: Say, portable
                         # Of a process that is gone; whatever becomes of the new one, this is not its state.
                         plan.manifest.set_state(due[0].name, "stopped")
                     seconds = None if left is None else left + RESERVED_SECONDS
-                    pool.start(due[0], ["--retry"] if orders.retry else [], seconds)
+                    more = (["--retry"] if orders.retry else []) + ([] if orders.portable else ["--no-portable"])
+                    pool.start(due[0], more, seconds)
                     continue
                 over = bool(due)
             if not pool.running:

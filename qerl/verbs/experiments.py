@@ -51,7 +51,7 @@ def matrix(
     portable: Annotated[
         bool, typer.Option("--portable/--no-portable", help="At the end, write DIR/portable to go on elsewhere.")
     ] = True,
-    own_process: Annotated[bool, typer.Option("--own-process", hidden=True)] = False,
+    started_by: Annotated[int | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Run the cells of a matrix, one after another or --jobs at one time; the same command goes on where it stopped.
 
@@ -74,7 +74,7 @@ def matrix(
         strict=strict,
         match_only=match,
         portable=portable,
-        own_process=own_process,
+        started_by=started_by,
     )
     if dry_run:
         if match:
@@ -86,11 +86,11 @@ def matrix(
             raise typer.Exit(1)
         return
     # The matrix that has started this process does the talking.
-    say = (lambda text: None) if own_process else (lambda text: stderr().print(text, markup=False))
+    say = (lambda text: None) if orders.own_process else (lambda text: stderr().print(text, markup=False))
     plan = run_matrix(Path(files[0]), settings, out, orders, say)
     chosen = [item for item in plan.cells if not orders.only or item.name in orders.only]
     states = [plan.state(item) for item in chosen]
-    if not own_process:
+    if not orders.own_process:
         counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
         typer.echo(f"{plan.out}: {counts}")
         if any(state not in ("waiting", "invalid") for state in states):

@@ -162,7 +162,9 @@ class Inline:
 
     def __init__(self, plan, arguments, seconds, device, name):
         only = tuple(arguments[arguments.index("--cell") + 1 :][:1])
-        self.orders = replace(ALONE, only=only, match_only="--match" in arguments, own_process=True, portable=False)
+        self.orders = replace(
+            ALONE, only=only, match_only="--match" in arguments, started_by=os.getpid(), portable=False
+        )
         self.plan, self.looks = plan, 0
 
     @property

@@ -102,6 +102,23 @@ def test_a_cell_has_a_process_of_its_own_and_the_results_are_a_table(tmp_path):
     assert (tmp_path / "results" / "small" / "plain-s0" / "summary.json").exists()
 
 
+def test_a_cell_whose_command_was_killed_carries_itself(tmp_path):
+    """A cell's process leaves that to the command that has started it, as long as that is there."""
+    path = write_matrix(tmp_path, set={"train.steps": 1})
+    command = ("matrix", path, "--out", tmp_path / "out", "--one-process", "--cell", "plain-s0", "--started-by")
+    assert qerl(*command, os.getppid()).exit_code == 0
+    portable = tmp_path / "out" / "portable"
+    assert not portable.exists()
+    killed = subprocess.Popen([sys.executable, "-c", ""])
+    killed.wait()
+    assert qerl(*command, killed.pid, "--no-portable").exit_code == 0 and not portable.exists()
+    assert qerl(*command, killed.pid, "--match").exit_code == 0 and not portable.exists()
+    assert qerl(*command, killed.pid).exit_code == 0
+    assert {entry.name for entry in portable.iterdir() if entry.is_dir()} == {"plain-s0"}
+    assert RunDir(portable / "plain-s0").read_json("cell.json")["steps"] == 1
+    assert Manifest(portable).cell("plain-s0")["state"] == "finished"
+
+
 def test_ctrl_c_reaches_every_running_cell_which_stops_after_its_step(tmp_path):
     path = write_matrix(tmp_path, set={"train.steps": 400, "log.progress": "plain"})
     command = [sys.executable, "-m", "qerl", "matrix", str(path), "--out", str(tmp_path / "out"), "--jobs", "2"]
