@@ -224,7 +224,9 @@ def quantize(
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder to write; must not exist.")],
     settings: Settings = None,
     weight_format: Annotated[str | None, typer.Option("--format", help="nvfp4, mxfp4; default quant.format.")] = None,
-    method: Annotated[str | None, typer.Option(help="Quantizer (docs/nvfp4.md); default quant.method.")] = None,
+    method: Annotated[
+        str | None, typer.Option(help="Quantizer (docs/nvfp4.md, 'Which method'); default quant.method, rtn.")
+    ] = None,
     calibration: Annotated[str | None, Text(help="Text for awq, gptq and best, named as --data is.")] = None,
     calibration_count: Annotated[int, typer.Option(metavar="N", min=1, help="Sequences of it.")] = 256,
     calibration_length: Annotated[int, typer.Option(metavar="N", min=2, help="Tokens of each.")] = 2048,

@@ -47,7 +47,7 @@ class QuantConfig(Section):
     format: Format = "nvfp4"
     """Storage format of the decoder's linear layers. `bf16` keeps them in `model.dtype`, unquantized."""
     method: Literal["rtn", "mse", "four_over_six"] = "rtn"
-    """How weights are quantized at load. `rtn`: round to nearest. `mse`: search each block's scale for the least squared error. `four_over_six` (nvfp4): each block's largest weight becomes 6 or 4, whichever leaves less error. A folder that holds packed weights keeps them."""
+    """How weights are quantized at load. `rtn`: round to nearest. `mse`: search each block's scale for the least squared error, which pays for nvfp4 (docs/nvfp4.md, "Which method"). `four_over_six` (nvfp4): each block's largest weight becomes 6 or 4, whichever leaves less error. A folder that holds packed weights keeps them."""
     rounding: Literal["ct", "torchao"] = "ct"
     """Named rounding of nvfp4 and mxfp4: byte-equal to compressed-tensors (`ct`) or to torchao (`torchao`)."""
     double_quant: bool = False
