@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,7 @@ import typer
 from rich.markup import escape
 from typer.core import TyperGroup
 
-from qerl.errors import ConfigError, QerlError, RunStopped, nearest
+from qerl.errors import ConfigError, KernelUnavailableError, QerlError, RunStopped, nearest
 from qerl.metrics.files import cannot_write, is_full
 from qerl.metrics.terminal import LastingStream, print_facts, progress_bar, stderr, warn
 from qerl.signals import Signalled, Signals
@@ -82,6 +83,23 @@ def _examples(verb: str) -> str:
     return "\n\n".join(["[bold]Examples[/]", *(f"  qerl {verb} {arguments}" for arguments in EXAMPLES[verb])])
 
 
+def _without_compiler(error: Exception) -> KernelUnavailableError | None:
+    """The message for a launcher that Triton could not compile: it compiles some C on the host, with no error class of its own."""
+    got: str | None = None
+    if isinstance(error, RuntimeError) and str(error).startswith("Failed to find C compiler"):
+        got = "no gcc or clang on the path"
+    elif isinstance(error, subprocess.CalledProcessError) and any(str(word).endswith(".c") for word in error.cmd):
+        got = f"exit code {error.returncode} of {error.cmd[0]}, whose words stand above"
+    if got is None:
+        return None
+    return KernelUnavailableError(
+        "Triton cannot compile the launchers of its kernels",
+        got=got,
+        expected="a C compiler and the headers of this Python (Python.h)",
+        remedy="Install both (Debian and Ubuntu: apt install gcc python3-dev), name a compiler in CC, or use model.device=cpu",
+    )
+
+
 class _Commands(TyperGroup):
     """Turns signals and the errors that a user can cause into a message and an exit code."""
 
@@ -127,6 +145,7 @@ class _Commands(TyperGroup):
         setting = meant_as_setting(option) if option else None
         if setting is not None:
             error = ConfigError("settings have no dashes", got=option, remedy=f"Write {setting}=VALUE")
+        error = _without_compiler(error) or error
         if isinstance(error, QerlError):
             text, code = str(error), error.exit_code
         elif isinstance(error, OSError) and is_full(error):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -313,6 +315,23 @@ def test_a_stop_has_an_exit_code_of_its_own_and_says_how_to_go_on(monkeypatch, r
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full here")
+@pytest.mark.parametrize("cc", [None, "false"])
+def test_a_machine_without_a_c_compiler_is_told_what_to_install(monkeypatch, cc):
+    build = pytest.importorskip("triton.runtime.build")
+    monkeypatch.setenv("PATH", "/nowhere" if cc is None else os.environ["PATH"])
+    monkeypatch.delenv("CC", raising=False)
+    if cc is not None:
+        monkeypatch.setenv("CC", cc)
+
+    def compiles(*_, **__):
+        build.compile_module_from_src(f"/* {cc} is never in a cache: {time.time()} */", "launcher")
+
+    monkeypatch.setattr("qerl.train.run.train", compiles)
+    text = refused("train", *SMALL, "model.path=demo")
+    assert "exit code 1 of false" in text if cc else "no gcc or clang" in text
+    assert "apt install gcc python3-dev" in text
+
+
 def test_results_that_cannot_be_printed_end_in_a_message():
     with open("/dev/full", "w") as full:
         done = subprocess.run(
