@@ -81,7 +81,7 @@ def shift_adapters(model, size: float) -> None:
     for name, parameter in model.trainable_parameters().items():
         if "lora_b" in name:
             change = philox.normal(0, f"test/{name}", parameter.numel()).view_as(parameter)
-            parameter.data.add_(size * change)
+            parameter.data.add_(size * change.to(parameter.device))
 
 
 def make_prompts(lengths, seed: int = 0) -> list[Prompt]:
