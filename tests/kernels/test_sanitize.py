@@ -1,4 +1,4 @@
-"""What `scripts/sanitize.py` runs under compute-sanitizer: every kernel of the package, and controls that compile; and how it counts."""
+"""What `scripts/sanitize.py` runs under compute-sanitizer: every kernel of the package, and twins that compile; and how it counts."""
 
 import ast
 import importlib
@@ -17,7 +17,8 @@ import qerl.kernels
 from qerl.kernels import dispatch
 from qerl.kernels.cuda import compile_cuda
 from qerl.kernels.cuda.compiler import has_compiler
-from qerl.kernels.fp4_linear import kept
+from qerl.kernels.fp4_linear import geometry, kept, middle
+from qerl.kernels.fp4_linear.tiled import TILED
 
 PACKAGE = Path(qerl.kernels.__file__).parent
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
@@ -32,7 +33,7 @@ def script(name: str):
         sys.path[:] = before
 
 
-CASES, CONTROLS, SANITIZE = (script(name) for name in ("sanitize_cases", "sanitize_controls", "sanitize"))
+CASES, TWINS, SANITIZE = (script(name) for name in ("sanitize_cases", "sanitize_twins", "sanitize"))
 
 
 def is_jit(decorator: ast.expr) -> bool:
@@ -100,44 +101,75 @@ def test_every_kernel_of_the_package_is_launched_by_a_case(on_the_cpu):
     assert set(CASES.NO_CASE) <= kernels
 
 
-def test_the_memory_checker_runs_over_all_parts_and_the_others_over_the_cuda_kernels():
-    assert set(SANITIZE.parts_of("memcheck")) == set(CASES.PARTS) > set(SANITIZE.parts_of("racecheck"))
-    assert set(SANITIZE.parts_of("racecheck")) == set(CASES.CUDA_PARTS) <= set(CASES.PARTS)
+def test_every_tool_runs_over_its_parts_and_racecheck_over_twins_of_them():
+    shipped, cuda = {(part, "") for part in CASES.PARTS}, {(part, "") for part in CASES.CUDA_PARTS}
+    assert set(SANITIZE.parts_of("memcheck")) == shipped > cuda
+    assert set(SANITIZE.parts_of("synccheck")) == cuda
+    twins = set(SANITIZE.parts_of("racecheck")) - cuda
+    assert {part for part, twin in twins if twin == "plain"} == set(CASES.CUDA_PARTS)
+    assert {twin for _, twin in twins} == set(TWINS.CHANGES)
+
+
+_SHAPE = middle.Shape(tokens=32, tiles=1, blocks=4, stages=4)
+SMALL = {
+    "decode": (
+        {**TILED["nvfp4"].macros(256), "NT": 1, "WARPS": geometry.warps(1), "CLUSTER": 4, "STAGES": 8, "VECTORS": 1},
+        "",
+    ),
+    "middle": (middle.macros(_SHAPE), middle.wgmma_source(32)),
+}
+"""Macros of a small kernel, and what its source has besides."""
 
 
 @pytest.mark.skipif(not has_compiler(), reason="needs NVRTC or nvcc")
-@pytest.mark.parametrize("name", CONTROLS.CONTROLS)
-def test_controls_compile(name):
+@pytest.mark.parametrize("twin", TWINS.CHANGES)
+@pytest.mark.parametrize("name", TWINS.KERNELS)
+def test_twins_compile(name, twin):
     """Into the user's cache: only a change is compiled again."""
-    code = compile_cuda(CONTROLS.source_of(name), name=name, arch="sm_90a", defines=CONTROLS.CONTROLS[name])
-    assert code[:4] == b"\x7fELF" and name.encode() in code
+    defines, extra = SMALL[name]
+    source = TWINS.source_of(name, twin, extra)
+    code = compile_cuda(source, name=f"{name}_{twin}", arch="sm_90a", defines=defines)
+    assert code[:4] == b"\x7fELF" and f"{name}_{twin}".encode() in code
 
 
 RACE = "========= Error: Race reported between Write access at {name}+0x6df0\n"
 
 
-def output(*reported, errors=None, cases=("control_of_sums", "control_of_a_warp", "decode nvfp4, 1 rows")):
+def output(*reported, errors=None, cases=("decode nvfp4, 1 rows", "plain decode nvfp4, 1 rows")):
     text = "".join(f"case: {case} (1.5 s)\n" for case in cases) + "".join(RACE.format(name=name) for name in reported)
     count = len(reported) if errors is None else errors
     return text + f"========= RACECHECK SUMMARY: {count} hazards displayed ({count} errors, 0 warnings)\n"
 
 
-def test_reports_of_a_kernel_count_unless_its_own_control_is_reported():
-    found = SANITIZE.summary([(output("decode", "decode"), 0), (output("middle"), 0)])
-    assert (found["errors"], found["not_known"], found["races"]) == (3, 0, {"decode": 2, "middle": 1})
-    assert found["controls"] == {"control_of_a_warp": 0, "control_of_sums": 0}
-    found = SANITIZE.summary([(output("decode", "control_of_sums", "middle"), 0)])
-    assert (found["errors"], found["not_known"]) == (3, 2), "the control's own report and decode's"
-    assert found["controls"] == {"control_of_a_warp": 0, "control_of_sums": 1}
-    found = SANITIZE.summary([(output("middle", "control_of_a_warp"), 0)])
-    assert (found["errors"], found["not_known"]) == (2, 2)
+PLANTED = ("decode_fault", "middle_fault", "middle_fault")
+
+
+def judged(*reported):
+    found = SANITIZE.summary([(output(*reported), 0), (output(*PLANTED), 0)])
+    return found["errors"] - found["planted"], found["false"], SANITIZE.passed(found)
+
+
+def test_a_report_is_false_if_the_plain_twin_has_none():
+    assert judged() == (0, 0, True)
+    assert judged("decode", "decode", "middle") == (3, 3, True)
+    assert judged("decode", "middle", "middle_plain") == (3, 1, False), "middle's are true, and the twin's"
+    assert judged("decode_plain") == (1, 0, False)
+    assert judged("shrink", "decode") == (2, 1, False), "a kernel without twins"
+
+
+def test_a_planted_fault_that_is_not_reported_takes_the_tool_its_word():
+    found = SANITIZE.summary([(output("decode", "decode_fault"), 0)])
+    assert found["twins"] == {"plain": {"decode": 0, "middle": 0}, "fault": {"decode": 1, "middle": 0}}
+    assert found["false"] == 1 and not SANITIZE.passed(found)
+    found = SANITIZE.summary([(output("middle", "decode_fault"), 0)])
+    assert found["false"] == 0
 
 
 def test_a_part_that_was_killed_or_says_nothing_is_not_finished():
-    whole = output()
-    assert SANITIZE.summary([(whole, 0), (whole, 0)])["finished"]
-    assert not SANITIZE.summary([(whole, 0), ("case: decode nvfp4, 1 rows (1.0 s)\n", 137)])["finished"]
-    assert not SANITIZE.summary([(whole, 1)])["finished"]
+    whole = output(cases=("decode nvfp4, 1 rows",))
+    assert SANITIZE.passed(SANITIZE.summary([(whole, 0), (whole, 0)])), "a tool without twins"
+    assert not SANITIZE.passed(SANITIZE.summary([(whole, 0), ("case: decode nvfp4, 1 rows (1.0 s)\n", 137)]))
+    assert not SANITIZE.passed(SANITIZE.summary([(whole, 1)]))
     failed = SANITIZE.summary([("case failed: shrink: AssertionError: does not launch shrink\n" + whole, 0)])
-    assert failed["failed"] == ["shrink: AssertionError: does not launch shrink"]
+    assert failed["failed"] == ["shrink: AssertionError: does not launch shrink"] and not SANITIZE.passed(failed)
     assert failed["seconds"]["decode nvfp4, 1 rows"] == 1.5

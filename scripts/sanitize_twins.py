@@ -1,0 +1,74 @@
+"""Twins of decode and middle that tell what a report of racecheck is worth: what `scripts/sanitize.py` runs beside its cases.
+
+Both kernels make order by waits at mbarriers, which racecheck follows poorly (false reports of them are in its release notes up to 2026.3). So it
+is asked about the same kernels, changed in one place of their source:
+
+* `plain`: the order is made by the barriers of a block, which the tool knows, and by no more of them. In decode the wait at the mbarrier stands in front
+  of the block's barrier instead of behind it. In middle the threads that arrive and wait at the mbarrier of rows do so at a named
+  barrier, in the same places of the program. A store and a load without an order between them would be reported here too.
+* `fault`: that order is taken out. The tool must report it, else its silence says nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+
+import torch
+
+from qerl.kernels.cuda import Kernel, architecture, compile_cuda
+from qerl.kernels.fp4_linear import decode, middle
+from qerl.kernels.fp4_linear.workspace import whole_source
+
+_BLOCK = "    __syncthreads();\n"
+_SUMS = "#if CLUSTER > 1\n    barrier_wait(smem_address(&arrived), parity);\n#endif\n"
+_ARRIVE = "    arrive(feed.rows_full + 8 * (laid & 1));\n"
+_WAIT = "    barrier_wait(feed.rows_full + 8 * (visit & 1), visit >> 1 & 1);\n"
+
+
+def _named(kind: str, place: str) -> str:
+    """At one of two named barriers, by place of the rows; others of the kernel are below 8."""
+    return f'    asm volatile("bar.{kind} %0, %1;" ::"r"(8 + ({place} & 1)), "n"(CONSUMERS + HELPERS) : "memory");\n'
+
+
+CHANGES = {
+    "plain": {
+        "decode": ((_BLOCK + _SUMS, _SUMS + _BLOCK),),
+        "middle": ((_ARRIVE, _named("arrive", "laid")), (_WAIT, _named("sync", "visit"))),
+    },
+    "fault": {"decode": ((_BLOCK + _SUMS, _SUMS),), "middle": ((_WAIT, ""),)},
+}
+"""Twin -> kernel -> what is replaced in its source by what."""
+KERNELS = tuple(CHANGES["plain"])
+
+
+def source_of(name: str, twin: str, extra: str = "") -> str:
+    """CUDA C++ of a twin; its function is `name_twin`."""
+    source = whole_source(name, extra)
+    for before, after in (*CHANGES[twin][name], (f" {name}(const", f" {name}_{twin}(const")):
+        assert source.count(before) == 1, (name, before)
+        source = source.replace(before, after)
+    return source
+
+
+@contextmanager
+def instead(twin: str) -> Iterator[None]:
+    """Inside, both kernels are their twins."""
+
+    @cache
+    def compiled(device: torch.device, name: str, defines: tuple[tuple[str, int], ...] = (), extra: str = "") -> Kernel:
+        function = f"{name}_{twin}"
+        code = compile_cuda(
+            source_of(name, twin, extra), name=function, arch=architecture(device), defines=dict(defines)
+        )
+        return Kernel(code, function)
+
+    whole = {module: module.compiled for module in (decode, middle)}
+    try:
+        for module in whole:
+            module.compiled = compiled
+        yield
+    finally:
+        for module, before in whole.items():
+            module.compiled = before
