@@ -120,7 +120,7 @@ def _quality_card(comparison: Comparison) -> Card:
     rows = tuple((arm.label, _short_target(arm.target.get("device_seconds"))) for arm in comparison.arms)
     budget = "" if comparison.target_budget is None else f" within {text.seconds(comparison.target_budget)}"
     remark = (
-        f"{comparison.time_name} to {100 * comparison.target:g}%{budget}, median over seeds, and how many reached it. What was not reached is "
+        f"{comparison.time_name[:1].upper()}{comparison.time_name[1:]} to {100 * comparison.target:g}%{budget}, median over seeds, and how many reached it. What was not reached is "
         "censored at what had been spent, not extrapolated."
     )
     return Card(id="quality", title="Is a preset quality reached sooner?", rows=rows, remark=remark)

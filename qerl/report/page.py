@@ -44,7 +44,9 @@ def _template(name: str) -> Any:
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     environment.globals.update(interval=text.interval)
-    environment.filters.update(percent=text.percent, points=text.points, plain=text.plain, size=bytes_text)
+    environment.filters.update(
+        percent=text.percent, decimals=text.decimals, points=text.points, plain=text.plain, size=bytes_text
+    )
     environment.filters.update(seconds=text.seconds, amount=text.count)
     return environment.from_string(asset(name))
 

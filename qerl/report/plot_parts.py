@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 SMOOTH_FROM = 60
 """From this many points on, a line is drawn with its running mean."""
+PERCENT = ".3~%"
+"""Ticks of an axis of fractions: with the decimals that they need, so that no two of them read alike."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

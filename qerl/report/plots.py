@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from qerl.report.collect import RunData
 from qerl.report.plot_parts import (
+    PERCENT,
     SMOOTH_FROM,
     Panel,
     add_band,
@@ -61,7 +62,7 @@ def panels(run: RunData) -> list[Panel]:
 
 
 def accuracy_panel(run: RunData) -> Panel | None:
-    figure = new_figure(yaxis={"tickformat": ".0%", "title": "accuracy"})
+    figure = new_figure(yaxis={"tickformat": PERCENT, "title": "accuracy"})
     steps, values = run.series("accuracy")
     add_line(figure, steps, values, "training answers (sampled)", "blue", form=".1%")
     points = run.evaluations
@@ -102,7 +103,7 @@ def progress_panel(run: RunData) -> Panel | None:
     minutes = max(point.seconds or 0.0 for point in points) >= 300
     figure = new_figure(
         xaxis={"title": f"{'minutes' if minutes else 'seconds'} of training"},
-        yaxis={"tickformat": ".0%", "title": "held-out accuracy"},
+        yaxis={"tickformat": PERCENT, "title": "held-out accuracy"},
     )
     known = [point for point in points if point.low is not None and point.high is not None]
     at = [(point.seconds or 0.0) / (60 if minutes else 1) for point in known]
@@ -269,7 +270,7 @@ def gradient_panel(run: RunData) -> Panel | None:
 
 
 def clip_panel(run: RunData) -> Panel | None:
-    figure = new_figure(yaxis={"title": "share of tokens", "tickformat": ".2~%", "rangemode": "tozero"})
+    figure = new_figure(yaxis={"title": "share of tokens", "tickformat": PERCENT, "rangemode": "tozero"})
     top = 0.0
     for key, name, color in (
         ("high_mean", "above the upper clip", "teal"),
@@ -325,7 +326,7 @@ def _single(
 
 def _shares(run: RunData, prefix: str, kinds: Sequence[tuple[str, str, str]]) -> go.Figure | None:
     """Fractions that add up to 1, as stacked areas; kinds that never occur are left out."""
-    figure = new_figure(yaxis={"tickformat": ".0%", "range": [0, 1]})
+    figure = new_figure(yaxis={"tickformat": PERCENT, "range": [0, 1]})
     rows = [row for row in run.metrics if row.get(prefix + kinds[0][0]) is not None]
     for key, name, color in kinds:
         steps, values = binned([(row["step"], row.get(prefix + key) or 0.0) for row in rows], most=MOST_AREA_POINTS)

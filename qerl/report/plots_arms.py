@@ -8,7 +8,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from qerl.report.comparison import Comparison, Curve, PairRow
-from qerl.report.plot_parts import Panel, new_figure, rounded
+from qerl.report.plot_parts import PERCENT, Panel, new_figure, rounded
 from qerl.report.plots_machine import STAGE_COLORS, STAGES
 from qerl.units import bytes_text
 
@@ -53,7 +53,7 @@ def _accuracy(comparison: Comparison, prefix: str) -> Panel | None:
     if not arms:
         return None
     figure = new_figure(
-        xaxis={"title": "held-out accuracy", "tickformat": ".0%", "showgrid": True},
+        xaxis={"title": "held-out accuracy", "tickformat": PERCENT, "showgrid": True},
         yaxis={"autorange": "reversed", "showgrid": False, "tickfont": {"color": "var(--ink)"}},
     )
     figure.update_layout(hovermode="closest", showlegend=False)
@@ -157,7 +157,7 @@ def _course(comparison: Comparison, prefix: str) -> Panel | None:
         "Held-out accuracy over steps",
         "Thin: seeds. Thick: their mean, where all of them were evaluated.",
         comparison.accuracy_curves,
-        {"title": "accuracy", "tickformat": ".0%"},
+        {"title": "accuracy", "tickformat": PERCENT},
         ".1%",
         target=True,
     )
@@ -171,7 +171,7 @@ def _course_by_seconds(comparison: Comparison, prefix: str) -> Panel | None:
         f"Held-out accuracy over {comparison.time_name}",
         "Seconds of the steps; no set-up, evaluation or saving. Where a line first meets the target is the time to target.",
         comparison.accuracy_by_seconds,
-        {"title": "accuracy", "tickformat": ".0%"},
+        {"title": "accuracy", "tickformat": PERCENT},
         ".1%",
         target=True,
         x_title=comparison.time_name,
@@ -185,7 +185,7 @@ def _metric(
     curves = comparison.curves.get(key, ())
     if key == "aqn/sigma" and not any(value for curve in curves for value in curve.values):
         return None
-    percent = {"tickformat": ".0%"} if form.endswith("%") else {}
+    percent = {"tickformat": PERCENT} if form.endswith("%") else {}
     return _curves(
         comparison,
         f"{prefix}{key.replace('/', '-')}",
@@ -195,6 +195,7 @@ def _metric(
         curves,
         {"title": axis, **percent},
         form,
+        shape="hv" if key == "aqn/sigma" else "linear",
     )
 
 
@@ -211,8 +212,9 @@ def _curves(
     target: bool = False,
     x_title: str = "step",
     means: bool = True,
+    shape: str = "linear",
 ) -> Panel | None:
-    """Thin lines for seeds and a thick one for the mean of an arm."""
+    """Thin lines for seeds and a thick one for the mean of an arm; ``hv`` draws what stays until it is changed as steps."""
     if not any(curve.values for curve in curves):
         return None
     figure = new_figure(xaxis={"title": x_title}, yaxis=dict(yaxis))
@@ -231,6 +233,7 @@ def _curves(
                 line={
                     "width": 2 if single else 1,
                     "dash": dash,
+                    "shape": shape,
                     "color": f"var(--c-{color}{'' if single else '-soft2'})",
                 },
                 name=_safe(arm.label),
@@ -243,7 +246,7 @@ def _curves(
                 x=mean[0],
                 y=rounded(mean[1]),
                 mode="lines",
-                line={"width": 2.4, "dash": dash, "color": f"var(--c-{color})"},
+                line={"width": 2.4, "dash": dash, "shape": shape, "color": f"var(--c-{color})"},
                 name=_safe(arm.label),
                 legendgroup=arm.key,
                 hovertemplate=f"%{{y:{form}}} (mean)<extra>{_safe(arm.label)}</extra>",
@@ -267,7 +270,7 @@ def _front(comparison: Comparison, prefix: str) -> Panel | None:
         return None
     figure = new_figure(
         xaxis={"title": f"{comparison.time_name}, whole run", "showgrid": True, "rangemode": "tozero"},
-        yaxis={"title": "accuracy", "tickformat": ".0%"},
+        yaxis={"title": "accuracy", "tickformat": PERCENT},
     )
     figure.update_layout(hovermode="closest")
     largest = max((arm.peak_bytes or 0.0) for arm in arms) or 1.0

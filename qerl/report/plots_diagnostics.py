@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from qerl.metrics.catalogue import ALARMS
 from qerl.report.collect import RunData
-from qerl.report.plot_parts import Panel, add_level, add_line, log_axis, new_figure, rounded
+from qerl.report.plot_parts import PERCENT, Panel, add_level, add_line, log_axis, new_figure, rounded
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -120,7 +120,7 @@ def canary_panel(run: RunData) -> Panel | None:
 
 
 def perturbation_panel(run: RunData) -> Panel | None:
-    figure = new_figure(yaxis={"title": "relative size", "tickformat": ".1~%", "rangemode": "tozero"})
+    figure = new_figure(yaxis={"title": "relative size", "tickformat": PERCENT, "rangemode": "tozero"})
     for name, color in PROJECTIONS:
         _marked(figure, run, f"perturbation/{name}/relative", name, color, form=".2%")
     if not figure.data:

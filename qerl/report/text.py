@@ -23,6 +23,11 @@ def points(value: float) -> str:
     return f"{rounded:+.1f}".replace("-", MINUS) if rounded else "0.0"
 
 
+def decimals(value: float, places: int) -> str:
+    """A number with so many decimals and a minus sign that is none of a zero, as ``−0.02``."""
+    return f"{round(value, places) or 0.0:.{places}f}".replace("-", MINUS)
+
+
 def count(value: float | None) -> str:
     """A count as ``512``, ``12.2k`` or ``3.41M``."""
     if value is None:

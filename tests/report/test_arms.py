@@ -18,6 +18,7 @@ from qerl.experiments.folders import Collection, read_cells
 from qerl.experiments.pairs import spread
 from qerl.report.arms import render_arms, seeds_text, target_text
 from qerl.report.comparison import TargetRow
+from qerl.report.plots_arms import arm_panels
 
 
 @pytest.fixture(scope="module")
@@ -104,6 +105,15 @@ def test_settings_that_differ_are_listed_by_arm(comparison):
     assert changed["quant.format"] == ("bf16", "nvfp4", "nvfp4", "nvfp4", "nf4")
     assert changed["rollout.temperature"] == (1.0, 1.0, 1.0, 1.21, 1.0)
     assert "train.seed" not in changed and "run.name" not in changed
+
+
+def test_noise_is_drawn_in_steps_and_what_is_measured_is_not(comparison):
+    shapes = {
+        panel.id: {trace.line.shape for trace in panel.figure.data}
+        for panel in arm_panels(comparison, "m-")
+        if panel.id in ("m-aqn-sigma", "m-reward")
+    }
+    assert shapes == {"m-aqn-sigma": {"hv"}, "m-reward": {"linear"}}
 
 
 def test_the_front_is_marked(comparison):

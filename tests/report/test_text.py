@@ -18,6 +18,10 @@ def test_seconds(value, expected):
     assert text.seconds(value) == expected
 
 
+def test_decimals_have_a_minus_sign_and_no_negative_zero():
+    assert [text.decimals(value, 2) for value in (-0.494, -0.004, 0.0, 1.5)] == ["−0.49", "0.00", "0.00", "1.50"]
+
+
 def test_differences_carry_a_sign():
     assert [text.points(value) for value in (0.4521, -0.031, -0.0001)] == ["+45.2", "−3.1", "0.0"]
 
