@@ -4,9 +4,10 @@ Both kernels make order by waits at mbarriers, which racecheck follows poorly (f
 is asked about the same kernels, changed in one place of their source:
 
 * `plain`: the order is made by the barriers of a block, which the tool knows, and by no more of them. In decode the wait at the mbarrier stands in front
-  of the block's barrier instead of behind it. In middle the threads that arrive and wait at the mbarrier of rows do so at a named
+  of the block's barrier instead of behind it. In middle the threads that arrive and wait at the mbarrier of adapters do so at a named
   barrier, in the same places of the program. A store and a load without an order between them would be reported here too.
-* `fault`: that order is taken out. The tool must report it, else its silence says nothing.
+* `fault`: that order is taken out: no barrier of the block in decode, and B read in front of the wait in middle. The tool must report it, else its
+  silence says nothing.
 """
 
 from __future__ import annotations
@@ -23,21 +24,22 @@ from qerl.kernels.fp4_linear.workspace import whole_source
 
 _BLOCK = "    __syncthreads();\n"
 _SUMS = "#if CLUSTER > 1\n    barrier_wait(smem_address(&arrived), parity);\n#endif\n"
-_ARRIVE = "    arrive(feed.rows_full + 8 * (laid & 1));\n"
-_WAIT = "    barrier_wait(feed.rows_full + 8 * (visit & 1), visit >> 1 & 1);\n"
+_ARRIVE = "        arrive(feed.adapter_full);\n"
+_WAIT = "      barrier_wait(feed.adapter_full, uses & 1);\n"
+_READ = "      const u64 h = h_operand("
 
 
-def _named(kind: str, place: str) -> str:
-    """At one of two named barriers, by place of the rows; others of the kernel are below 8."""
-    return f'    asm volatile("bar.{kind} %0, %1;" ::"r"(8 + ({place} & 1)), "n"(CONSUMERS + HELPERS) : "memory");\n'
+def _named(kind: str) -> str:
+    """At a named barrier; the kernel's own are below 8."""
+    return f'asm volatile("bar.{kind} 8, %0;" ::"n"(CONSUMERS + HELPERS) : "memory");\n'
 
 
 CHANGES = {
     "plain": {
         "decode": ((_BLOCK + _SUMS, _SUMS + _BLOCK),),
-        "middle": ((_ARRIVE, _named("arrive", "laid")), (_WAIT, _named("sync", "visit"))),
+        "middle": ((_ARRIVE, _named("arrive")), (_WAIT, _named("sync"))),
     },
-    "fault": {"decode": ((_BLOCK + _SUMS, _SUMS),), "middle": ((_WAIT, ""),)},
+    "fault": {"decode": ((_BLOCK + _SUMS, _SUMS),), "middle": ((_WAIT, ""), (_READ, _WAIT + _READ))},
 }
 """Twin -> kernel -> what is replaced in its source by what."""
 KERNELS = tuple(CHANGES["plain"])
