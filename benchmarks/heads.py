@@ -17,9 +17,10 @@ if TYPE_CHECKING:
     from benchmarks.kernels import Bench
 
 HEAD_ROWS = (1, 8, 64, 256)
-TILES, DENSE = "+tiles", "+dense"
-"""Behind the name of a format: its tiles, whether or not it has them by default; the same, unpacked and multiplied by cuBLAS whatever the rows."""
-HEADS = {"bf16": 2.0, "fp8": 1.0, "fp8" + TILES: 1.0, "fp8" + DENSE: 1.0, "nvfp4": 0.5625}
+NATURAL, TILES, DENSE = "+natural", "+tiles", "+dense"
+"""Behind the name of a format: its natural order, or its tiles, whichever the device has by default; tiles that are unpacked and multiplied by cuBLAS
+whatever the rows."""
+HEADS = {"bf16": 2.0, **dict.fromkeys(("fp8", "fp8" + NATURAL, "fp8" + TILES, "fp8" + DENSE), 1.0), "nvfp4": 0.5625}
 """Formats, and their bytes a weight."""
 MEASURED = ("bf16", "fp8", "nvfp4")
 LARGEST_ERROR = 2e-5
@@ -76,10 +77,11 @@ def _head(bench: Bench, fmt: str, shape: tuple[int, int]) -> Head:
     dense_VD = normal(*shape, scale=0.02, device=bench.device)
     if fmt == "bf16":
         return dense_VD
-    name, plus, _ = fmt.partition("+")
-    packing = get_format(name)
+    packing = get_format(fmt.partition("+")[0])
     packed = packing.quantize(dense_VD)
-    return packing.tiled(packed) if plus else packing.for_device(packed)
+    if fmt.endswith(NATURAL):
+        return packed
+    return packing.tiled(packed) if fmt.endswith((TILES, DENSE)) else packing.for_device(packed)
 
 
 def _logits(fmt: str, hidden_ND: Tensor, head: Head) -> Tensor:

@@ -1,7 +1,7 @@
 """Linear layers with adapters and LM heads: packed against cuBLAS in bfloat16 and other libraries, beside the floor of memory and matrix units.
 
     python benchmarks/kernels.py [--sizes 7B 32B] [--rows 1 8 64] [--ranks 32 16 64 128] [--few-sizes 14B 3B] [--kernels cuda]
-        [--heads 7B 0.5B] [--head-rows 1 64] [--head-formats bf16 fp8 fp8+tiles fp8+dense nvfp4] [--peers humming,bitsandbytes]
+        [--heads 7B 0.5B] [--head-rows 1 64] [--head-formats bf16 fp8 fp8+natural fp8+dense nvfp4] [--peers humming,bitsandbytes]
         [--formats nvfp4,nvfp4+kept,mxfp4,nf4] [--rank-rows 8 64] [--cells 7B/32/8,64/mxfp4,nf4 0.5B/32/8/nvfp4/humming] [--seconds 240]
         [--out results/kernels_linear.json]
 

@@ -28,7 +28,6 @@ from qerl.kernels import philox
 from qerl.kernels.activation import silu_mul
 from qerl.kernels.activation import triton as activation_triton
 from qerl.kernels.attention import packed_attention
-from qerl.kernels.philox import triton as philox_triton
 from qerl.kernels.rms_norm import KeyedNoise, TableNoise, add_rms_norm
 from qerl.kernels.rms_norm import triton as rms_norm_triton
 from qerl.kernels.rope import HeadNorms, rope
@@ -119,23 +118,13 @@ def norms(table: Table) -> None:
     for name, noise in noises(DECODE).items():
         times = captured(lambda n=noise: add_rms_norm(*few, weight, 1e-6, n))
         table.add(f"decode of {DECODE}: add_rms_norm, noise {name}", times)
-    rms_norm_triton.EARLY = True
-    for name, noise in noises(DECODE).items():
-        times = captured(lambda n=noise: add_rms_norm(*few, weight, 1e-6, n))
-        table.add(f"decode of {DECODE}: add_rms_norm that reads early, noise {name}", times)
-    rms_norm_triton.EARLY = False
     keyed = noises(DECODE)["keys by sample (scope response)"]
     table.add(f"normal_rows [{SAMPLES}, {HIDDEN}]", captured(keyed.draws))
-    for samples, rows in ((SAMPLES, 1), (SAMPLES, 4), (8, 1)):
-        philox_triton.ROWS = rows
+    for samples in (SAMPLES, 8):
         names = torch.arange(NORMS, device="cuda").repeat_interleave(samples)
         of_pass = replace(keyed, c1=0, c1_R=names, c2_R=keyed.c2_R[:samples].repeat(NORMS))
         times = captured(of_pass.draws, calls=2)
-        label = f"draws of a pass of {samples} samples for {NORMS} norms, a norm" + (
-            f", {rows} rows a program" if rows > 1 else ""
-        )
-        table.add(label, [time / NORMS for time in times])
-    philox_triton.ROWS = 1
+        table.add(f"draws of a pass of {samples} samples for {NORMS} norms, a norm", [time / NORMS for time in times])
 
 
 def activation_and_rotation(table: Table) -> None:

@@ -8,7 +8,6 @@ the same matrix in the same kind of graph.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,11 +25,6 @@ if TYPE_CHECKING:
 SHAPE = (2 * 18944, 3584)
 """Gate and up of a Qwen2.5-7B."""
 FORMATS = ("nvfp4", "mxfp4", "nf4", "nf4_dq", "fp8")
-WAYS = {
-    "triton": quantize_triton.TIMED,
-    "triton, shorter": quantize_triton.SHORTER,
-    "triton, shorter, 128 blocks a program": replace(quantize_triton.SHORTER, blocks=128),
-}
 EAGER_SAMPLES = 5
 
 
@@ -57,12 +51,11 @@ def quantization(shares: Shares, dense_OI: torch.Tensor) -> None:
     """The check for values that are not finite waits for the device, which a graph cannot do: it is in the eager rows alone."""
     reach_1 = dense_OI.abs().amax().float().reshape(1)
     rows = (SHAPE[0],)
-    for label, way in WAYS.items():
-        packed, _ = quantize_triton.rounded(dense_OI, rows, way=way)
-        for known in (None, reach_1):
-            times = captured(lambda w=way, r=known: quantize_triton.rounded(dense_OI, rows, reach_1=r, way=w), calls=4)
-            given = "" if known is None else ", largest magnitude given"
-            shares.add(f"quantize nvfp4, {label}{given}", times, packed, passes=2 if known is None else 1)
+    packed, _ = quantize_triton.rounded(dense_OI, rows)
+    for known in (None, reach_1):
+        times = captured(lambda r=known: quantize_triton.rounded(dense_OI, rows, reach_1=r), calls=4)
+        given = "" if known is None else ", largest magnitude given"
+        shares.add(f"quantize nvfp4, triton{given}", times, packed, passes=2 if known is None else 1)
     times = captured(lambda: mxfp4.rounded(dense_OI, rows), calls=4)
     shares.add("quantize mxfp4, triton", times, mxfp4.rounded(dense_OI, rows)[0], passes=1)
     times = captured(lambda: nf4.rounded(dense_OI, rows, doubly=False), calls=4)
@@ -72,6 +65,7 @@ def quantization(shares: Shares, dense_OI: torch.Tensor) -> None:
     shares.add("quantize nvfp4 as torchao does, triton", times, packed, passes=2)
     eager: list[tuple[str, str, int | None]] = [
         ("nvfp4", "triton", 2),
+        ("mxfp4", "triton", 1),
         ("nf4", "triton", 1),
         ("nf4_dq", "triton", None),
     ]

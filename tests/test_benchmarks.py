@@ -106,7 +106,7 @@ def test_layers_are_timed_by_format_and_tokens_in_toy_shapes(tmp_path):
 
 
 def test_the_benchmark_of_linear_layers_checks_and_times_each_kernel(tmp_path):
-    heads_of = ("bf16", "fp8", "fp8+tiles", "fp8+dense", "nvfp4")
+    heads_of = ("bf16", "fp8", "fp8+natural", "fp8+tiles", "fp8+dense", "nvfp4")
     options = ["--tiny", "--head-formats", *heads_of, "--out", str(tmp_path / "kernels.json")]
     command = [sys.executable, "-m", "qerl", "bench", "kernels", *options]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

@@ -33,9 +33,9 @@ from qerl.formats.tiles import TiledFormat, TileLayout
 
 LARGEST = 448.0
 
-TILED_ON: frozenset[tuple[int, int]] = frozenset()
-"""Compute capabilities of the devices on which a head is held as tiles. None as yet: no kernel has been timed with them (docs/log.md), and
-`frozenset({(9, 0)})` is all that turns them on."""
+TILED_ON = frozenset({(9, 0)})
+"""Compute capabilities of the devices on which a head is held as tiles: those on which the kernels that read them have been timed. Other CUDA devices keep
+the natural order, which a Triton kernel reads (`kernels.token_logprobs.logits`)."""
 
 
 class Fp8Format(TiledFormat):

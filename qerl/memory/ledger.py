@@ -32,6 +32,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from qerl.config.schema import Config
+from qerl.kernels.token_logprobs.head import STRETCH_ELEMENTS
 from qerl.kernels.token_logprobs.tiles import TILE_ROWS, tile_tokens
 from qerl.memory import shapes
 from qerl.memory.pages import check_pages
@@ -129,7 +130,7 @@ def predict(config: Config, spec: ModelSpec, *, device_type: str) -> Ledger:
         "adapter_copies": itemsize * adapters if itemsize < 4 else 0,
         "masters": 4 * sum(tensors.get("weights", ())) if itemsize < 4 else 0,
         "optimizer": sum(shapes.moment_bytes(size, config.optim.name) for size in trained),
-        "workspace": _workspace(config, stored) if device_type == "cuda" else 0,
+        "workspace": _workspace(config, spec, stored) if device_type == "cuda" else 0,
         **(kv_cache if kept else {}),
     }
     phases: dict[str, dict[str, int]] = {
@@ -206,13 +207,15 @@ def _end_of_pass(config: Config, spec: ModelSpec, gradients: int, activations: i
     return {"gradients": first, "activations": activations}
 
 
-def _workspace(config: Config, stored: Sequence[StoredGroup]) -> int:
-    """The scratch is bfloat16, and as large as the largest weight it serves with its adapters beside it. A captured step that needs it has
-    one of its own."""
+def _workspace(config: Config, spec: ModelSpec, stored: Sequence[StoredGroup]) -> int:
+    """The scratch is bfloat16, and as large as the largest weight it serves with its adapters beside it, or a stretch of a packed head. A captured
+    step that needs it has one of its own."""
     rank = config.lora.rank if config.train.mode == "lora" else 0
     served = [
         rows * (columns + rank * len(parts)) for name, (rows, columns), parts in stored if name in UNPACKED_INTO_SCRATCH
     ]
+    if config.quant.lm_head != "bf16":
+        served.append(min(spec.vocab_size * spec.hidden_size, STRETCH_ELEMENTS))
     scratch = 2 * max(served, default=0)
     return CUBLAS_USERS * CUBLAS_WORKSPACE + scratch * (2 if config.decode_slots > DECODE_ROWS else 1)
 

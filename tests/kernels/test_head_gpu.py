@@ -19,13 +19,16 @@ def normal(*shape: int, seed: int = 0, scale: float = 1.0) -> torch.Tensor:
 
 
 def packed_head(name: str, shape: tuple[int, int], segments: tuple[int, ...] | None = None):
-    """`+tiles` behind the name: in tiles, which FP8 does not have by default."""
-    fmt = get_format(name.removesuffix("+tiles"))
+    """`+natural` or `+tiles` behind the name: in this order, whichever the device has by default."""
+    name, _, order = name.partition("+")
+    fmt = get_format(name)
     packed = fmt.quantize(normal(*shape, seed=1, scale=0.05), segments=segments)
-    return fmt.tiled(packed) if name.endswith("+tiles") else fmt.for_device(packed)
+    if order == "natural":
+        return packed
+    return fmt.tiled(packed) if order else fmt.for_device(packed)
 
 
-@pytest.mark.parametrize("name", ["fp8", "fp8+tiles", "nvfp4", "mxfp4", "bf16"])
+@pytest.mark.parametrize("name", ["fp8+natural", "fp8+tiles", "nvfp4", "mxfp4", "bf16"])
 @pytest.mark.parametrize("shape", [(5003, 896), (1000, 100), (20000, 3584)])
 def test_logits_of_any_number_of_tokens(name, shape):
     head = packed_head(name, shape)
@@ -40,7 +43,7 @@ def test_logits_of_any_number_of_tokens(name, shape):
         assert torch.equal(logits, head_logits(hidden, head, bias))
 
 
-@pytest.mark.parametrize("name", ["fp8", "fp8+tiles", "nvfp4"])
+@pytest.mark.parametrize("name", ["fp8+natural", "fp8+tiles", "nvfp4"])
 def test_a_captured_graph_makes_the_same_logits(name):
     head = packed_head(name, (5003, 896))
     for tokens in (3, 40, 200):
@@ -54,9 +57,9 @@ def test_a_captured_graph_makes_the_same_logits(name):
         assert torch.equal(logits, expected)
 
 
-@pytest.mark.parametrize("name", ["fp8", "fp8+tiles", "nvfp4"])
+@pytest.mark.parametrize("name", ["fp8+natural", "fp8+tiles", "nvfp4"])
 def test_log_probs_and_gradient_of_tiles_of_a_packed_head(name, monkeypatch):
-    monkeypatch.setattr(head_module, "_STRETCH_ELEMENTS", 2000 * 896)
+    monkeypatch.setattr(head_module, "STRETCH_ELEMENTS", 2000 * 896)
     head = packed_head(name, (5003, 896))
     hidden = normal(300, 896).requires_grad_()
     targets = torch.arange(300, device="cuda") * 16
@@ -82,7 +85,7 @@ def test_segments_of_a_tiled_head_have_their_own_global_scales():
         assert (off <= 2e-6 * (hidden.double().abs() @ exact_VD.abs().T)).all()
 
 
-@pytest.mark.parametrize("name", ["fp8", "fp8+tiles", "nvfp4"])
+@pytest.mark.parametrize("name", ["fp8+natural", "fp8+tiles", "nvfp4"])
 def test_the_gate_passes_a_packed_head(name):
     head = packed_head(name, (3000, 896))
     for tokens in (8, 100):

@@ -13,7 +13,6 @@ from qerl.kernels.philox import triton as philox_triton
 from qerl.kernels.quantize import mxfp4, quantize
 from qerl.kernels.quantize import triton as quantize_triton
 from qerl.kernels.rms_norm import TableNoise, add_rms_norm, noise_values, rms_norm
-from qerl.kernels.rms_norm import triton as norm_triton
 from qerl.kernels.rope import HeadNorms, rope
 from qerl.kernels.token_logprobs import token_logprobs
 from qerl.kernels.token_logprobs.tiles import TILE_ROWS, tile_tokens
@@ -135,7 +134,7 @@ def test_a_captured_step_follows_new_keys_and_lengths():
 
 
 @pytest.mark.parametrize("form", ["none", "one draw", "a row a token"])
-def test_a_step_whose_norms_read_early_follows_its_tables(form, monkeypatch):
+def test_a_step_whose_norms_read_early_follows_its_tables(form):
     """Norms behind one another in a graph, each beginning before the one in front has ended; what they read early changes between replays."""
     tokens, width = 64, 3584
     x, residual = (random(tokens, width, seed=s, device=DEVICE, dtype=torch.bfloat16) for s in (0, 1))
@@ -148,7 +147,6 @@ def test_a_step_whose_norms_read_early_follows_its_tables(form, monkeypatch):
             h, stream = add_rms_norm(h, stream, weight, 1e-6, noise)
         return h, stream
 
-    monkeypatch.setattr(norm_triton, "EARLY", True)
     with torch.no_grad():
         step()
         graph = torch.cuda.CUDAGraph()
@@ -158,7 +156,6 @@ def test_a_step_whose_norms_read_early_follows_its_tables(form, monkeypatch):
             z.copy_(0.1 * random(tokens, width, seed=10 + seed, device=DEVICE))
             weight.copy_(random(width, seed=20 + seed, device=DEVICE))
             graph.replay()
-            monkeypatch.setattr(norm_triton, "EARLY", False)
             assert all(torch.equal(*pair) for pair in zip(found, step(), strict=True))
 
 
@@ -166,7 +163,7 @@ def test_a_step_whose_norms_read_early_follows_its_tables(form, monkeypatch):
 def test_rows_of_a_program_change_no_bits(rows, monkeypatch):
     counters = {"c1": torch.arange(rows, device=DEVICE), "c2": 7, "c3": 1}
     alone = philox.normal_rows(*STREAM, 1030, **counters)
-    monkeypatch.setattr(philox_triton, "ROWS", 4)
+    monkeypatch.setattr(philox_triton, "_TOGETHER", 1)
     assert torch.equal(philox.normal_rows(*STREAM, 1030, **counters), alone)
 
 
@@ -290,12 +287,9 @@ def test_quantized_weights_have_the_bytes_of_the_format(make):
     for weight in (make().to(DEVICE), make().to(DEVICE, torch.bfloat16)):
         found, expected = (quantize(weight, "nvfp4", kernel=kernel) for kernel in ("auto", "reference"))
         reach_1 = weight.float().abs().amax().reshape(1)
-        shorter = [
-            quantize_triton.rounded(weight, (len(weight),), reach_1=given, way=quantize_triton.SHORTER)[0]
-            for given in (None, reach_1)
-        ]
+        known, _ = quantize_triton.rounded(weight, (len(weight),), reach_1=reach_1)
         for name, tensor in expected.tensors.items():
-            for one in (found, *shorter):
+            for one in (found, known):
                 assert torch.equal(one.tensors[name].view(torch.uint8), tensor.view(torch.uint8)), name
 
 

@@ -51,7 +51,7 @@ def test_rows_of_a_program_change_no_bits(monkeypatch):
     c1, c2 = torch.tensor([0, 5, (1 << 32) - 1, 7, 8]), torch.arange(5)
     found = []
     for rows in (1, 4):
-        monkeypatch.setattr(philox_triton, "ROWS", rows)
+        monkeypatch.setattr(philox_triton, "_TOGETHER", rows)
         found += [
             philox_triton.normal_rows(KEY, 130, c1, c2, torch.tensor([3])),
             philox_triton.normal_rows(KEY, 6, 1, 2, c1),
@@ -59,17 +59,6 @@ def test_rows_of_a_program_change_no_bits(monkeypatch):
     assert torch.equal(found[0], found[2])
     assert torch.equal(found[1], found[3])
     assert (found[2] - philox.normal_rows(*STREAM, 130, c1=c1, c2=c2, c3=3)).abs().max() < 2e-6
-
-
-@pytest.mark.parametrize(("tokens", "width"), [(1, 16), (5, 200), (3, 1030)])
-def test_what_a_norm_reads_early_changes_no_bits(monkeypatch, tokens, width):
-    x, residual, weight = random(tokens, width), random(tokens, width, seed=1), random(width, seed=2)
-    for name, noise in noises(tokens, width):
-        results = []
-        for early in (False, True):
-            monkeypatch.setattr(norm_triton, "EARLY", early)
-            results.append(norm_triton.add_forward(x, residual, weight, 1e-6, noise, x.dtype))
-        assert all(torch.equal(*pair) for pair in zip(*results, strict=True)), name
 
 
 @pytest.mark.parametrize(("tokens", "width"), [(1, 16), (5, 200), (3, 1030)])

@@ -22,7 +22,7 @@ def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> to
 @pytest.fixture(autouse=True)
 def short_stretches(monkeypatch):
     """Three stretches, the last one shorter."""
-    monkeypatch.setattr(head_module, "_STRETCH_ELEMENTS", 32 * HIDDEN)
+    monkeypatch.setattr(head_module, "STRETCH_ELEMENTS", 32 * HIDDEN)
 
 
 def packed_head(name: str):

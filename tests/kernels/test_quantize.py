@@ -88,30 +88,29 @@ def device_arithmetic(monkeypatch):
     )
 
 
-def assert_bytes_of(way: kernel.Way, weight: torch.Tensor) -> None:
+def assert_bytes_of_fused(weight: torch.Tensor) -> None:
     expected = get_format("nvfp4").quantize(weight, name="w")
     reach = weight.float().abs().amax().reshape(1)
     for given in (None, reach):
-        found, own = kernel.rounded(weight, (len(weight),), reach_1=given, way=way)
+        found, own = kernel.rounded(weight, (len(weight),), reach_1=given, fused=True)
         assert torch.equal(own, reach)
         for name, tensor in expected.tensors.items():
             assert torch.equal(found.tensors[name].view(torch.uint8), tensor.view(torch.uint8)), name
 
 
 @pytest.mark.usefixtures("device_arithmetic")
-@pytest.mark.parametrize("way", [kernel.TIMED, kernel.SHORTER], ids=["timed", "shorter"])
-def test_quotients_by_fused_multiply_adds_have_the_bytes_of_the_format(way):
+def test_quotients_by_fused_multiply_adds_have_the_bytes_of_the_format():
     """Those of a device, which the interpreter leaves out by itself."""
     generator = torch.Generator().manual_seed(3)
     for size, dtype in ((1.0, torch.bfloat16), (1e-3, torch.float16), (3e-8, torch.bfloat16), (1.0, torch.float32)):
         weight = size * torch.randn(9, 400, generator=generator)
         weight[0] *= torch.logspace(-6, 0, 400)
         weight[1], weight[2, ::2] = 0.0, -0.0
-        assert_bytes_of(way, weight.to(dtype))
+        assert_bytes_of_fused(weight.to(dtype))
     for make in CASES.values():
         weight = make()[:16, :256].contiguous()
         if weight.dtype != torch.float64 and weight.abs().max() > 1e-30:
-            assert_bytes_of(way, weight)
+            assert_bytes_of_fused(weight)
 
 
 def assert_bytes_of_mxfp4(weight: torch.Tensor, *, fused: bool, segments: tuple[int, ...] | None = None) -> None:
@@ -152,8 +151,7 @@ def test_mxfp4_in_one_pass_has_the_bytes_of_the_format(fused):
 @pytest.mark.parametrize(
     ("values", "said"), [((torch.inf,), "infinity"), ((-torch.inf, torch.nan), "NaN"), ((torch.nan, torch.inf), "NaN")]
 )
-def test_mxfp4_is_made_by_its_kernel_where_that_is_in_use_and_names_what_is_not_finite(values, said, monkeypatch):
-    monkeypatch.setattr(kernel, "IN_USE", ("nvfp4", "mxfp4"))
+def test_mxfp4_is_made_by_its_kernel_and_names_what_is_not_finite(values, said, monkeypatch):
     monkeypatch.setattr(reference, "quantize", None)
     weight = torch.ones(40, 64)
     assert kernel.quantize(weight, "mxfp4", "rtn", "ct", (30, 10), "w").segments == (30, 10)

@@ -120,21 +120,18 @@ def calls() -> None:
         KeyedNoise(**keyed, spread=weight, c1_R=rows, noisy_T=noisy),
         KeyedNoise(**keyed, spread=weight, rows_T=rows, noisy_T=noisy),
     )
-    rms_norm.EARLY = True
     rms_norm.add_forward(x, x, weight, 1e-6, TableNoise(z_RD=x.float()), x.dtype)
-    rms_norm.EARLY = False
     for noise in forms:
         _, stream, inverse = rms_norm.add_forward(x.float(), x.float(), weight, 1e-6, noise, x.dtype)
         rms_norm.backward(x, stream, weight, inverse, noise, stream, needs_weight=noise is not None)
     for inputs in (256, 40):
-        for way in (quantize.TIMED, quantize.SHORTER):
-            quantize.rounded(torch.ones(8, inputs).bfloat16(), (8,), way=way)
+        quantize.rounded(torch.ones(8, inputs).bfloat16(), (8,), fused=True)
         mxfp4.rounded(torch.ones(8, inputs).bfloat16(), (8,), fused=True)
         nf4.rounded(torch.ones(9, inputs).bfloat16(), (9,), doubly=False)
     quantize.rounded(torch.ones(8, 256).bfloat16(), (8,), "torchao")
     mxfp4.rounded(torch.ones(8, 256).bfloat16(), (8,), "torchao")
     philox.normal_rows((1, 2), width, rows, 3, 4)
-    philox.ROWS, philox._MANY = 4, 0
+    philox._MANY = 0
     philox.normal_rows((1, 2), width, rows, 3, 4)
     philox.uniform_at((1, 2), (rows, rows, rows, rows))
     activation.backward(activation.forward(x), x)

@@ -8,6 +8,8 @@ from qerl.config.load import load_config
 from qerl.config.schema import QuantConfig
 from qerl.errors import FormatError
 from qerl.formats import dequantize
+from qerl.formats.fp8 import Fp8Format
+from qerl.formats.tiles import COLUMNS, ROWS
 from qerl.memory import measure_resident, predict
 from qerl.model.checkpoint import base_hash
 from qerl.model.spec import ModelSpec
@@ -33,6 +35,24 @@ def test_logits_are_those_of_the_rounded_head_and_the_embedding_stays(tmp_path, 
     assert (decoder_logits(model, SEQUENCES) - expected).abs().max() < 1e-4
     assert (exact - expected).abs().max() > 0.01
     assert len({base_hash(plain), base_hash(model)}) == 2
+
+
+@pytest.mark.parametrize("variant", ["qwen2-tied", "llama-plain"])
+def test_an_fp8_head_in_tiles_is_the_same_model(tmp_path, monkeypatch, variant):
+    """As a device of `TILED_ON` holds it: same logits, same hash, and the bytes of a ledger that knows of no order, but for what fills whole tiles."""
+    write_tiny(tmp_path, variant)
+    config = load_config(None, ["quant.format=bf16", "quant.lm_head=fp8", "model.dtype=float32", "model.path=demo"])
+    natural = load_tiny(tmp_path, quant=config.quant)
+    monkeypatch.setattr(Fp8Format, "for_device", Fp8Format.tiled)
+    tiled = load_tiny(tmp_path, quant=config.quant)
+    assert (natural.packed_head.order, tiled.packed_head.order) == ("natural", "tiles")
+    assert torch.equal(decoder_logits(tiled, SEQUENCES), decoder_logits(natural, SEQUENCES))
+    assert base_hash(tiled) == base_hash(natural)
+    assert tiled.state_dict().keys() == natural.state_dict().keys()
+    predicted = predict(config, natural.spec, device_type="cpu").owners()["embeddings"]
+    vocabulary, width = natural.packed_head.shape
+    filled = -(-vocabulary // ROWS) * ROWS * -(-width // COLUMNS) * COLUMNS - vocabulary * width
+    assert measure_resident(tiled)["embeddings"] == predicted + filled
 
 
 def test_a_searched_head_is_closer_and_fp8_is_always_rounded_to_nearest(tmp_path):

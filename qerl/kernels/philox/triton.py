@@ -14,11 +14,10 @@ from qerl.kernels.philox.reference import Key
 from qerl.kernels.sizes import ceil_div, power_of_2
 
 _BLOCK, _WARPS = 512, 4
-ROWS = 1
-"""Rows of a program where there are many: its key, and the steps of the key from round to round, serve so many blocks of a thread. 4 is to be timed
-(`benchmarks/ops.py`, norms)."""
+# Rows of a program where there are many: its key, and the steps of the key from round to round, serve so many blocks of a thread.
+_TOGETHER = 4
+# Programs of one row from which several rows a program still fill a device.
 _MANY = 8192
-"""Programs of one row from which several rows a program still fill a device."""
 
 
 def normal_rows(key: Key, n: int, c1: Tensor | int, c2: Tensor | int, c3: Tensor | int) -> Tensor:
@@ -30,7 +29,7 @@ def normal_rows(key: Key, n: int, c1: Tensor | int, c2: Tensor | int, c3: Tensor
     result_Rn = torch.empty(rows, n, dtype=torch.float32, device=device)
     strides = [c.stride(0) if len(c) == rows and rows > 1 else 0 for c in counters]
     block = min(_BLOCK, power_of_2(max(n, 4)))
-    together = ROWS if rows * ceil_div(n, block) >= _MANY else 1
+    together = _TOGETHER if rows * ceil_div(n, block) >= _MANY else 1
     if result_Rn.numel():
         _normal_rows[(ceil_div(rows, together), ceil_div(n, block))](
             key_2,

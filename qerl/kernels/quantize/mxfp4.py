@@ -31,7 +31,7 @@ def rounded(
         weight_OI: float32, bfloat16 or float16.
         rows: of the fused parts.
         rounding: `ct` or `torchao`.
-        fused: signs by fused multiply-adds, as of `triton.Way`; None on a device alone.
+        fused: signs by fused multiply-adds, as of `triton.rounded`; None on a device alone.
     """
     (d_out, d_in), device = weight_OI.shape, weight_OI.device
     weight_OI = weight_OI.contiguous()

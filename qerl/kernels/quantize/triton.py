@@ -11,7 +11,6 @@ Legend: O output rows, I inputs, B blocks of 16 of a row, N blocks of a program.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -25,36 +24,16 @@ from qerl.kernels.quantize import mxfp4, nf4, reference
 from qerl.kernels.quantize.words import words
 from qerl.kernels.sizes import ceil_div, power_of_2
 
-IN_USE = ("nvfp4", "nf4", "nf4_dq")
-"""Formats whose kernel is used; the rest is done by the reference. That of `mxfp4` has the format's bytes in the interpreter and has not run on a
-device: its name is all that turns it on."""
+_FORMATS = ("nvfp4", "mxfp4", "nf4", "nf4_dq")
 _PROGRAM_ELEMENTS = 16384
-
-
-@dataclass(frozen=True, slots=True)
-class Way:
-    """How codes are found; the bytes are the same."""
-
-    fused: bool
-    """Quotients of weights by the step's reciprocal and fused multiply-adds, which a device rounds once (Triton's interpreter does not)."""
-    short: bool = False
-    """The quotients of a block by fused multiply-adds too, and one correction where it suffices."""
-    backwards: bool = False
-    """From the end of the weight, which the pass for the largest magnitude has left in the cache."""
-    blocks: int = 128
-    """Blocks of a program of 128 threads."""
-
-
-TIMED, SHORTER = Way(fused=True), Way(fused=True, short=True, backwards=True, blocks=256)
-"""What is used, and what is to be timed beside it (`benchmarks/packing.py`)."""
-_PLAIN = Way(fused=False)
+_PROGRAM_BLOCKS = 128
 
 
 def quantize(
     weight_OI: Tensor, format_name: str, method: str, rounding: str, segments: Sequence[int] | None, name: str
 ) -> PackedWeight:
     """See `qerl.kernels.quantize.quantize`."""
-    known = format_name in IN_USE and method == "rtn" and rounding in ROUNDINGS
+    known = format_name in _FORMATS and method == "rtn" and rounding in ROUNDINGS
     if not known or weight_OI.dtype == torch.float64:
         return reference.quantize(weight_OI, format_name, method, rounding, segments, name)
     rows = check_weight(weight_OI, segments, name)
@@ -75,7 +54,7 @@ def rounded(
     rounding: str = "ct",
     *,
     reach_1: Tensor | None = None,
-    way: Way | None = None,
+    fused: bool | None = None,
 ) -> tuple[PackedWeight, Tensor]:
     """(the weight in NVFP4, its largest magnitude float32 [1]), without waiting for the device; meaningless where that is not finite.
 
@@ -84,11 +63,11 @@ def rounded(
         rows: of the fused parts.
         rounding: `ct` or `torchao`.
         reach_1: the largest magnitude float32 [1], if it is known: the weight is read once then, not twice.
-        way: TIMED on a device where it is None; nothing but its order and size of `torchao`, which multiplies.
+        fused: quotients by reciprocals and fused multiply-adds, which a device rounds once (Triton's interpreter does not); None on a device
+            alone. Not of `torchao`, which multiplies.
     """
     (d_out, d_in), device = weight_OI.shape, weight_OI.device
     weight_OI = weight_OI.contiguous()
-    way = way or (TIMED if weight_OI.is_cuda else _PLAIN)
     count, blocks = weight_OI.numel(), ceil_div(d_in, BLOCK)
     if reach_1 is None:
         reach = torch.zeros(1, dtype=torch.int32, device=device)
@@ -98,7 +77,7 @@ def rounded(
     packed = torch.empty(d_out, blocks, 2, dtype=torch.int32, device=device)
     scales = torch.empty(d_out, blocks, dtype=torch.uint8, device=device)
     divisor = torch.empty(len(rows), dtype=torch.float32, device=device)
-    _quantize[(ceil_div(scales.numel(), way.blocks),)](
+    _quantize[(ceil_div(scales.numel(), _PROGRAM_BLOCKS),)](
         weight_OI,
         reach,
         packed,
@@ -109,13 +88,11 @@ def rounded(
         blocks,
         d_in,
         WHOLE=d_in % BLOCK == 0,
-        FUSED=way.fused,
-        SHORT=way.short,
-        CORRECTIONS=1 if way.short and weight_OI.dtype != torch.float32 else 2,
-        BACKWARDS=way.backwards,
+        FUSED=weight_OI.is_cuda if fused is None else fused,
+        CORRECTIONS=2 if weight_OI.dtype == torch.float32 else 1,
         TORCHAO=rounding == "torchao",
         PARTS=power_of_2(len(rows)),
-        N=way.blocks,
+        N=_PROGRAM_BLOCKS,
         num_warps=4,
         enable_fp_fusion=False,
     )
@@ -187,9 +164,7 @@ def _quantize(
     d_in,
     WHOLE: tl.constexpr,
     FUSED: tl.constexpr,
-    SHORT: tl.constexpr,
     CORRECTIONS: tl.constexpr,
-    BACKWARDS: tl.constexpr,
     TORCHAO: tl.constexpr,
     PARTS: tl.constexpr,
     N: tl.constexpr,
@@ -204,9 +179,8 @@ def _quantize(
         p = tl.where(p > 0.0, p, 1.0)
     else:
         g = tl.where(g == float("inf"), 1.0, g)
-    program = tl.program_id(0)
-    if BACKWARDS:
-        program = tl.num_programs(0) - 1 - program
+    # From the end of the weight, which the pass for the largest magnitude has left in the cache.
+    program = tl.num_programs(0) - 1 - tl.program_id(0)
     if program == 0:
         part = tl.arange(0, PARTS)
         tl.store(divisor + part, tl.zeros((PARTS,), tl.float32) + g, mask=part < parts)
@@ -231,14 +205,10 @@ def _quantize(
         first_word = words(low, tl.where(low == 0.0, low, low * factor), True)
         second_word = words(high, tl.where(high == 0.0, high, high * factor), True)
     elif FUSED and (g > 1e-15) & (g < 1e15):
-        if SHORT:
-            # Where the magnitudes are so small that the quotient's error is not exact, the scale is 0 whatever it is.
-            sixth = _corrected(highest, -6.0, 0.16666667163372040, 1)
-            byte, value = _e4m3(tl.minimum(g * sixth, 448.0))
-            step = _corrected(value, -g, tl.div_rn(1.0, g), 2)
-        else:
-            byte, value = _e4m3(tl.minimum(g * tl.div_rn(highest, 6.0), 448.0))
-            step = tl.div_rn(value, g)
+        # Where the magnitudes are so small that the quotient's error is not exact, the scale is 0 whatever it is.
+        sixth = _corrected(highest, -6.0, 0.16666667163372040, 1)
+        byte, value = _e4m3(tl.minimum(g * sixth, 448.0))
+        step = _corrected(value, -g, tl.div_rn(1.0, g), 2)
         first_word = words(low, _quotient(low, step, True, CORRECTIONS), True)
         second_word = words(high, _quotient(high, step, True, CORRECTIONS), True)
     else:

@@ -30,9 +30,6 @@ _SUMMING_WARPS = 4096
 _TILES, _PROGRAMS = 8, 1024
 # Numbers that change from pass to pass, or from norm to norm, and that no access to memory is made wider by: kernels are compiled once for all of their values.
 _OF_THE_PASS = ["count", "c1", "c1_stride", "c2_stride"]
-EARLY = False
-"""Programs of one tile read w, and z where it lies in memory for the whole step, before the kernel in front of them has ended: nothing that lets
-the next kernel come before its own end may write these. To be timed (`benchmarks/ops.py`, norms)."""
 # Draws are made once for all tokens that share one, and not in registers, where there are this many tokens a draw.
 _SHARED = 2
 
@@ -132,7 +129,9 @@ def _launch_forward(
     given = _NoiseArguments(noise, len(x))
     tiles = ceil_div(len(x), rows_a_tile)
     tiles_a_program = _tiles_a_program(tiles)
-    early = EARLY and tiles_a_program == 1
+    # Programs of one tile read w, and z where it lies in memory for the whole step, before the kernel in front of them has ended: nothing that lets
+    # the next kernel come before its own end may write these.
+    early = tiles_a_program == 1
     if tiles:
         _forward[(ceil_div(tiles, tiles_a_program),)](
             x,

@@ -16,14 +16,14 @@ from qerl.kernels.fp4_linear import dense
 
 Head: TypeAlias = Tensor | PackedWeight
 
-# Most weights unpacked at once: 64 MiB of float32.
-_STRETCH_ELEMENTS = 1 << 24
+STRETCH_ELEMENTS = 1 << 24
+"""Most weights unpacked at once: 64 MiB of float32."""
 
 
 def row_stretches(head: PackedWeight) -> Iterator[slice]:
     """Slices that cover all rows in order, of about 16 million weights each; they begin at multiples of 16 rows where they are long."""
     vocab_size, hidden_size = head.shape
-    step = max(1, _STRETCH_ELEMENTS // hidden_size)
+    step = max(1, STRETCH_ELEMENTS // hidden_size)
     step -= step % tiles.ROWS if step > tiles.ROWS else 0
     for start in range(0, vocab_size, step):
         yield slice(start, min(start + step, vocab_size))
