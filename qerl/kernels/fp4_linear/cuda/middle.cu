@@ -271,6 +271,7 @@ __device__ __forceinline__ void add_adapters(const MiddleParams& p, float (&d)[T
       asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
       products_wait<0>();
       settled(d);
+      __syncwarp();  // lane 0 speaks for the reads of all
       if (lane == 0) arrive(feed.adapter_empty);
     }
   }
@@ -307,6 +308,7 @@ __device__ __forceinline__ void consume(const MiddleParams& p, int start, int st
     if (p.parts > 0 && place.unit == 0) add_adapters(p, d, rows, 16 * first, feed, uses, warp, lane);
     const bool whole = steps == p.units || share_tile(p, d, rows, (at - place.unit) / p.units, row_tile, token, staging, thread);
     if (whole) finish<COLUMNS>(p, rows, d, row_tile, token, p.m, staging, thread);
+    __syncwarp();
     if (lane == 0) arrive(feed.rows_empty + 8 * (visit & 1));
     at += steps;
   }
