@@ -3,9 +3,9 @@
 Both kernels make order by waits at mbarriers, which racecheck follows poorly (false reports of them are in its release notes up to 2026.3). So it
 is asked about the same kernels, changed in one place of their source:
 
-* `plain`: the order is made by the barriers of a block, which the tool knows, and by no more of them. In decode the wait at the mbarrier stands in front
-  of the block's barrier instead of behind it. In middle the threads that arrive and wait at the mbarrier of adapters do so at a named
-  barrier, in the same places of the program. A store and a load without an order between them would be reported here too.
+* `plain`: the order is made by what the tool follows, and by no more of it. In decode the wait at the mbarrier stands in front of the block's barrier
+  instead of behind it. In middle every lane tells for itself that it has read an adapter's B, instead of lane 0 for all behind a
+  `__syncwarp`. A store and a load without an order between them would be reported here too.
 * `fault`: that order is taken out: no barrier of the block in decode, and B read in front of the wait in middle. The tool must report it, else its
   silence says nothing.
 """
@@ -24,20 +24,17 @@ from qerl.kernels.fp4_linear.workspace import whole_source
 
 _BLOCK = "    __syncthreads();\n"
 _SUMS = "#if CLUSTER > 1\n    barrier_wait(smem_address(&arrived), parity);\n#endif\n"
-_ARRIVE = "        arrive(feed.adapter_full);\n"
+_FREE = "      if (lane == 0) arrive(feed.adapter_empty);\n"
+_COUNTS = "i < 2 || i == 4 ? HELPERS : WARPS"
 _WAIT = "      barrier_wait(feed.adapter_full, uses & 1);\n"
 _READ = "      const u64 h = h_operand("
-
-
-def _named(kind: str) -> str:
-    """At a named barrier; the kernel's own are below 8."""
-    return f'asm volatile("bar.{kind} 8, %0;" ::"n"(CONSUMERS + HELPERS) : "memory");\n'
-
-
 CHANGES = {
     "plain": {
         "decode": ((_BLOCK + _SUMS, _SUMS + _BLOCK),),
-        "middle": ((_ARRIVE, _named("arrive")), (_WAIT, _named("sync"))),
+        "middle": (
+            (_FREE, _FREE.replace("if (lane == 0) ", "")),
+            (_COUNTS, _COUNTS.replace(": WARPS", ": i == 5 ? CONSUMERS : WARPS")),
+        ),
     },
     "fault": {"decode": ((_BLOCK + _SUMS, _SUMS),), "middle": ((_WAIT, ""), (_READ, _WAIT + _READ))},
 }
