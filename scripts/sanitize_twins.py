@@ -24,7 +24,8 @@ from qerl.kernels.fp4_linear.workspace import whole_source
 
 _BLOCK = "    __syncthreads();\n"
 _SUMS = "#if CLUSTER > 1\n    barrier_wait(smem_address(&arrived), parity);\n#endif\n"
-_FREE = "      if (lane == 0) arrive(feed.adapter_empty);\n"
+_FREE = "if (lane == 0) arrive(feed.adapter_empty);\n"
+_FREE_FOR_ALL = "      __syncwarp();  // lane 0 speaks for the reads of all\n      " + _FREE
 _COUNTS = "i < 2 || i == 4 ? HELPERS : WARPS"
 _WAIT = "      barrier_wait(feed.adapter_full, uses & 1);\n"
 _READ = "      const u64 h = h_operand("
@@ -32,7 +33,7 @@ CHANGES = {
     "plain": {
         "decode": ((_BLOCK + _SUMS, _SUMS + _BLOCK),),
         "middle": (
-            (_FREE, _FREE.replace("if (lane == 0) ", "")),
+            (_FREE_FOR_ALL, _FREE.removeprefix("if (lane == 0) ")),
             (_COUNTS, _COUNTS.replace(": WARPS", ": i == 5 ? CONSUMERS : WARPS")),
         ),
     },
