@@ -22,6 +22,9 @@ from qerl.kernels.token_logprobs.device import completed, tempered
 
 PART = 128
 """Rows of the head whose p are summed together."""
+_WIDTH, _WARPS = 256, 16
+"""Channels of a step of a program that forms logits anew, and its warps. Of a tile's tokens few draw in it, some dozens of a 7B, so that nothing hides a program's
+way to memory but what it asks for at a time."""
 
 
 class Draw:
@@ -92,8 +95,8 @@ class Draw:
             temperature,
             UNIT=temperature == 1.0,
             PART=PART,
-            WIDTH=min(power_of_2(width), 64),
-            num_warps=4,
+            WIDTH=min(power_of_2(width), _WIDTH),
+            num_warps=_WARPS,
         )
 
 
