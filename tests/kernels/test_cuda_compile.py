@@ -50,7 +50,7 @@ HOPPER = [
         )
     ),
     *(
-        ("middle", {**middle.macros(shape), "H_PAIRS": 2}, middle.wgmma_source(shape.tokens))
+        ("middle", middle.macros(shape), middle.wgmma_source(shape.tokens))
         for shape in (middle.choose(tokens, 288, 56, DEVICE) for tokens in (128, 256))
     ),
 ]

@@ -143,22 +143,6 @@ def test_h_is_given_back(segments, d_in, rank):
         assert error(h, x.double() @ a_RI[0].double().T) < ONE_ROUNDING, rows
 
 
-@pytest.mark.parametrize("rank", [8, 32, 96])
-@pytest.mark.parametrize(("segments", "d_in"), [((3584, 512, 512), 3584), ((3584,), 18944), ((300, 61), 136)])
-def test_h_added_up_in_twos_has_the_same_bits(monkeypatch, segments, d_in, rank):
-    """Neighbours are tokens: numbers of rows that end within two pairs of them."""
-    case, parts = Case(segments, d_in), adapters_of(segments, d_in, rank)
-    placements, a_RI, b_OR = flatten(parts)
-    for rows in (1, 2, 3, 17, 64, 127, 200, 255, 1000):
-        x, found = cuda(rows, d_in, seed=100 + rows), []
-        for pairs in (1, 2):
-            monkeypatch.setattr(middle, "H_PAIRS", pairs)
-            y, (h,) = middle.product(x, case.tiled, None, placements, a_RI, b_OR)
-            found.append((y, h))
-        assert all(torch.equal(one, two) for one, two in zip(*found, strict=True)), rows
-        assert error(found[1][1], x.double() @ a_RI[0].double().T) < ONE_ROUNDING, rows
-
-
 def test_ranks_that_are_no_multiple_of_8_are_left_to_another_kernel():
     case, parts = Case((64,), 128), adapters_of((64,), 128, 20)
     assert not middle.takes(cuda(40, 128), case.tiled, *flatten(parts))

@@ -37,8 +37,6 @@ MANY_WARPS = 32
 MOST_STAGES = 16
 """Steps in the ring, at most."""
 
-H_PAIRS = 1
-"""Pairs of sums of h that a lane of a helping warp adds up together, 1 or 2: the same bits, and half as many rounds with 2 (not decided; docs/log.md)."""
 _PIECE_RANKS = 32
 """Ranks of a piece of h: `PIECE_RANKS` of cuda/adapters.cuh."""
 _SPARE_STEPS = 10
@@ -371,7 +369,6 @@ def macros(shape: Shape, vectors: bool = True) -> dict[str, int]:
         "STAGES": shape.stages,
         "CLUSTER": shape.cluster,
         "VECTORS": int(vectors),
-        "H_PAIRS": H_PAIRS,
     }
 
 

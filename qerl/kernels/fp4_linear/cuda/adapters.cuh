@@ -53,57 +53,46 @@ __device__ __forceinline__ Piece piece_of(const MiddleParams& p, int index) {
 // The first of this cluster's pieces: the last clusters, which may have nothing else to do, come first.
 __device__ __forceinline__ int first_piece() { return gridDim.x / CLUSTER - 1 - blockIdx.x / CLUSTER; }
 
-// H_PAIRS pairs of sums that are neighbours: of as many tokens of a rank.
-struct Neighbours {
-  float of[2 * H_PAIRS];
-};
-
-__device__ __forceinline__ Neighbours load_pairs(const float2* from) {
-  Neighbours v;
-  if constexpr (H_PAIRS == 2) {
-    const float4 both = load_partial(reinterpret_cast<const float4*>(from));
-    v.of[0] = both.x, v.of[1] = both.y, v.of[2 * H_PAIRS - 2] = both.z, v.of[2 * H_PAIRS - 1] = both.w;
-  } else {
-    asm volatile("ld.global.cg.v2.f32 {%0,%1}, [%2];" : "=f"(v.of[0]), "=f"(v.of[1]) : "l"(from) : "memory");
-  }
+__device__ __forceinline__ float2 load_pair(const float2* from) {
+  float2 v;
+  asm volatile("ld.global.cg.v2.f32 {%0,%1}, [%2];" : "=f"(v.x), "=f"(v.y) : "l"(from) : "memory");
   return v;
 }
 
-// Adds up the slices of h, all blocks together, and rounds. A warp takes 8 * H_PAIRS pairs; four lanes have every fourth slice of H_PAIRS of them.
+// Adds up the slices of h, all blocks together, and rounds. A warp takes 8 pairs; four lanes have every fourth slice of one.
 __device__ __forceinline__ void round_h(const MiddleParams& p, int thread) {
   constexpr int TOGETHER = 8;  // loads that are under way together
-  constexpr int STRIDE = CLUSTER * PIECE, TASK = 8 * H_PAIRS;
-  const int tasks = divide(p.h_pieces, p.per_slices) * (STRIDE / TASK), lane = thread & 31, quarter = lane >> 3;
+  constexpr int STRIDE = CLUSTER * PIECE;
+  const int tasks = divide(p.h_pieces, p.per_slices) * (STRIDE / 8), lane = thread & 31, quarter = lane >> 3;
 #pragma unroll 1
   for (int task = blockIdx.x * HELPING_WARPS + (thread >> 5); task < tasks; task += gridDim.x * HELPING_WARPS) {
-    const int group = task / (STRIDE / TASK), e = TASK * (task - group * (STRIDE / TASK)) + H_PAIRS * (lane & 7);
+    const int group = task / (STRIDE / 8), e = 8 * (task - group * (STRIDE / 8)) + (lane & 7);
     const float2* from = p.h_partials + static_cast<long long>(group) * p.h_slices * STRIDE + e;
-    float sum[2 * H_PAIRS] = {};
+    float2 sum = make_float2(0, 0);
 #pragma unroll 1
     for (int s = quarter; s < p.h_slices; s += 4 * TOGETHER) {
-      Neighbours v[TOGETHER];
+      float2 v[TOGETHER];
 #pragma unroll
-      for (int u = 0; u < TOGETHER; ++u) v[u] = load_pairs(from + static_cast<long long>(min(s + 4 * u, p.h_slices - 1)) * STRIDE);
+      for (int u = 0; u < TOGETHER; ++u) v[u] = load_pair(from + static_cast<long long>(min(s + 4 * u, p.h_slices - 1)) * STRIDE);
 #pragma unroll
-      for (int u = 0; u < TOGETHER; ++u)
-#pragma unroll
-        for (int i = 0; i < 2 * H_PAIRS; ++i) sum[i] += s + 4 * u < p.h_slices ? v[u].of[i] : 0;
+      for (int u = 0; u < TOGETHER; ++u) {
+        sum.x += s + 4 * u < p.h_slices ? v[u].x : 0;
+        sum.y += s + 4 * u < p.h_slices ? v[u].y : 0;
+      }
     }
     __syncwarp();
 #pragma unroll
-    for (int by = 8; by < 32; by *= 2)
-#pragma unroll
-      for (int i = 0; i < 2 * H_PAIRS; ++i) sum[i] += __shfl_xor_sync(0xFFFFFFFF, sum[i], by);
+    for (int by = 8; by < 32; by *= 2) {
+      sum.x += __shfl_xor_sync(0xFFFFFFFF, sum.x, by);
+      sum.y += __shfl_xor_sync(0xFFFFFFFF, sum.y, by);
+    }
     const int chunk = e / PIECE_CHUNK, l = e & 31, rank_group = divide(group, p.per_token_tiles);
     const int token = (group - rank_group * p.token_tiles) * TOKENS + 8 * (e / 32 % COLUMNS) + 2 * (l & 3);
     const int rank = PIECE_RANKS * CLUSTER * rank_group + 8 * chunk + (l >> 2);
     if (quarter != 0 || rank >= p.ranks) continue;
     u16* h = p.h + static_cast<long long>(token) * p.ranks + rank;
-#pragma unroll
-    for (int i = 0; i < H_PAIRS; ++i, h += 2 * p.ranks) {
-      if (token + 2 * i < p.m) h[0] = to_bf16(sum[2 * i]);
-      if (token + 2 * i + 1 < p.m) h[p.ranks] = to_bf16(sum[2 * i + 1]);
-    }
+    if (token < p.m) h[0] = to_bf16(sum.x);
+    if (token + 1 < p.m) h[p.ranks] = to_bf16(sum.y);
   }
 }
 

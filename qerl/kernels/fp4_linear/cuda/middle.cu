@@ -12,7 +12,7 @@
 // The blocks of a cluster have neighbouring rows; each copies a part of x for all of them.
 //
 // Compile-time: FORMAT, TOKENS (a multiple of 16), TILES (row tiles of a warp: 1 or 2), GROUPS (warpgroups that multiply), STAGES (steps in the ring),
-// CLUSTER (1, 2 or 4), H_PAIRS (pairs of sums of h that a lane adds up together: 1 or 2).
+// CLUSTER (1, 2 or 4).
 // x as the B operand: [TOKENS][64] bfloat16, rows of 128 bytes, 16-byte chunks of row r at chunk ^ (r & 7).
 __device__ __forceinline__ u64 operand(u32 address) {
   return static_cast<u64>((address & 0x3FFFF) >> 4) | (1ull << 16) | (64ull << 32) | (1ull << 62);
