@@ -53,7 +53,8 @@ class PackedWeight:
     """`natural`, as files have it, or `tiles`, as the CUDA kernels read it (see `WeightFormat.for_device`)."""
     kept_OI: Tensor | None = None
     """What the CUDA kernels multiply with instead of the stored tensors where it is faster, bfloat16 [d_out, d_in]
-    (`qerl.kernels.fp4_linear.keep`); it says nothing that they do not. Whoever cuts or moves the weight leaves it behind."""
+    (`qerl.kernels.fp4_linear.keep`); it says nothing that they do not, and is
+    the stored tensor itself of a small unquantized weight. Whoever cuts or moves the weight leaves it behind."""
 
     def __post_init__(self) -> None:
         assert self.kept_OI is None or self.kept_OI.shape == self.shape, (self.kept_OI.shape, self.shape)

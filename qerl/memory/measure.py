@@ -29,7 +29,7 @@ def measure_resident(
     linears = list(model.grouped_linears())
     adapters = [p for linear in linears if linear.lora is not None for p in linear.lora.parameters()]
     packed = [linear.weight for linear in linears] + ([] if model.packed_head is None else [model.packed_head])
-    kept = [weight.kept_OI for weight in packed]
+    kept = [weight.kept_OI for weight in packed if weight.format != "bf16"]
     head = [model.lm_head] if model.packed_head is None else list(model.packed_head.tensors.values())
     norms = [p for name, p in model.named_parameters() if name.endswith("norm")]
     layers = [layer for layer in model.layers if isinstance(layer, DecoderLayer)]

@@ -271,8 +271,10 @@ class _Loader:
 
     def with_copy(self, weight: PackedWeight) -> tuple[PackedWeight, Tensor | None]:
         """(the weight, its dequantized copy), where copies are kept; what the kernels read instead comes with the weight itself."""
-        # An unquantized weight in compute type is its own dense copy, at no cost.
+        # An unquantized weight in compute type is its own dense copy, at no cost. One that trains is not read by kernels.
         if weight.format == "bf16":
+            if not self.full and self.quant.dense_cache != "off" and keeps(weight, self.dtype):
+                return keep(weight), None
             return weight, weight.tensors["weight"]
         if not self.keep_dense:
             return weight, None

@@ -92,7 +92,8 @@ class GroupedLinear(nn.Module):
         bias_O = None if self.added_O is None else self.added_O[start:stop]
         if self.trained_OI is not None:
             return linear(x_TI, self.trained_OI[start:stop], bias_O)
-        if self.dense_OI is None:
+        dense_OI = self.weight.tensors["weight"] if self.weight.format == "bf16" else self.dense_OI
+        if dense_OI is None:
             return self.stacked(x_TI, adapters)[:, start:stop]
         own = [
             AdapterPart(
@@ -105,7 +106,7 @@ class GroupedLinear(nn.Module):
             for item in (self.lora.adapter_parts(x_TI.dtype) if adapters and self.lora is not None else ())
             if item.start == start
         ]
-        return fp4_linear(x_TI, self.weight, bias_O, own, self.dense_OI[start:stop])
+        return fp4_linear(x_TI, self.weight, bias_O, own, dense_OI[start:stop])
 
     def rows_of(self, part: str) -> tuple[int, int]:
         """First row of a member, and the row after its last."""

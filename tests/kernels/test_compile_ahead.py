@@ -72,9 +72,13 @@ def layer(segments, d_in, members, dtype, *, keep):
         )
         for index, (rows, stop) in enumerate(zip(members, stops, strict=True))
     ]  # fmt: skip
-    weight = PackedWeight(
-        format="nvfp4", shape=(d_out, d_in), tensors=tensors, segments=segments, order="tiles", kept_OI=values
-    )
+    if keep == "bf16":
+        weight = PackedWeight(format=keep, shape=(d_out, d_in), tensors={"weight": values}, segments=segments)
+        weight = dense.keep(weight)
+    else:
+        weight = PackedWeight(
+            format="nvfp4", shape=(d_out, d_in), tensors=tensors, segments=segments, order="tiles", kept_OI=values
+        )
     return Layer(weight=weight, bias_O=None, adapters=parts, dense_OI=None, dtype=dtype)
 
 
@@ -107,7 +111,7 @@ def met(layers, rows):
     return codes
 
 
-@pytest.mark.parametrize(("name", "keep"), [("0.5B", True), ("0.5B", False), ("7B", False)])
+@pytest.mark.parametrize(("name", "keep"), [("0.5B", True), ("0.5B", False), ("7B", False), ("0.5B", "bf16")])
 def test_products_of_any_number_of_rows_run_what_was_compiled_ahead(hopper, capsys, name, keep):
     layers = layers_of(name, keep)
     with recorded() as ready:
@@ -119,7 +123,8 @@ def test_products_of_any_number_of_rows_run_what_was_compiled_ahead(hopper, caps
     assert codes == {code for code in hopper.loaded if code.name in ("decode", "middle")}
     assert variants.keys == ready.keys
     assert sorted(hopper.compiled) == sorted(hopper.loaded) and len(set(hopper.loaded)) == len(hopper.loaded)
-    assert ("dequantize" in {code.name for code in hopper.loaded}) and bool(variants.keys) == keep
+    assert ("dequantize" in {code.name for code in hopper.loaded}) == (keep != "bf16")
+    assert bool(variants.keys) == bool(keep)
     assert "kernels of linear layers for any number of tokens:" in capsys.readouterr().err
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from fp4_builders import adapters_of, cuda, exact_product
 from test_fp4_formats_gpu import kernel_weight, weight_of
-from test_fp4_linear_gpu import check, error
+from test_fp4_linear_gpu import GRADIENTS, check, error
 
 from qerl.formats import get_format
 from qerl.kernels.fp4_linear import dense, fp4_linear, keep, keeps, kept, layout_gate, regimes
@@ -145,6 +145,35 @@ def test_other_formats_and_float32_outputs(name):
             y = fp4_linear(x, weight, None, (), dtype=torch.float32)
         assert y.dtype == torch.float32
         assert error(y, x.double() @ exact_OI.T) < 1e-5
+
+
+@ON_HOPPER
+@pytest.mark.parametrize(
+    ("segments", "d_in", "rank"), [(*WEIGHTS[0], 32), (*WEIGHTS[3], 32), (*WEIGHTS[2], 0), (*WEIGHTS[5], 8)]
+)
+def test_a_small_unquantized_weight_is_read_by_the_same_kernel(segments, d_in, rank):
+    """Forward in every regime, with outputs of both types, and gradients, against float64."""
+    natural = get_format("bf16").quantize(cuda(sum(segments), d_in, seed=7), segments=segments)
+    weight, exact_OI = keep(natural), natural.tensors["weight"].double()
+    assert weight.kept_OI is natural.tensors["weight"]
+    parts, bias = (adapters_of(segments, d_in, rank) if rank else []), cuda(sum(segments), seed=9)
+    for rows in (*ROWS, 2049):
+        x = cuda(rows, d_in, seed=rows)
+        regime = regime_of(x, weight, *flatten(parts))
+        assert regime == (regimes.KEPT if 17 <= rows <= (2048 if rank else 256) else regimes.DENSE)
+        with torch.no_grad():
+            y, again = (fp4_linear(x, weight, bias, parts) for _ in range(2))
+            wide = fp4_linear(x, weight, None, (), dtype=torch.float32)
+        check(y, x, natural, bias, parts, once=regime == regimes.KEPT, dense_OI=exact_OI)
+        assert torch.equal(y, again), f"{rows} rows: same input, same bits"
+        assert error(wide, x.double() @ exact_OI.T) < 1e-5
+    for rows in (SOME, MANY):
+        x, upstream = cuda(rows, d_in).requires_grad_(), cuda(rows, sum(segments), seed=4)
+        (ours,) = torch.autograd.grad(fp4_linear(x, weight, bias, parts), x, upstream)
+        wide_x = x.detach().double().requires_grad_()
+        (theirs,) = torch.autograd.grad(exact_product(wide_x, exact_OI, bias, parts), wide_x, upstream.double())
+        assert error(ours, theirs) < GRADIENTS
+    assert layout_gate(weight, "one", dtype=torch.bfloat16) < 4e-3
 
 
 @ON_HOPPER

@@ -36,8 +36,8 @@ def tokenizer(qwen2_folder):
     return load_tokenizer(qwen2_folder)
 
 
-def load(folder, dtype=torch.float32, dense_cache="on", **settings):
-    quant = QuantConfig(format="nvfp4", dense_cache=dense_cache)
+def load(folder, dtype=torch.float32, dense_cache="on", base="nvfp4", **settings):
+    quant = QuantConfig(format=base, dense_cache=dense_cache)
     lora = LoraConfig(rank=4, alpha=8.0)
     model = load_model(folder, quant=quant, lora=lora, dtype=dtype, device="cuda", **settings)
     for name, parameter in model.trainable_parameters().items():
@@ -312,12 +312,16 @@ def test_with_static_shapes_an_answer_has_the_same_bits_alone_and_in_any_batch(q
 
 
 @pytest.mark.parametrize(("scope", "float32_stream"), [("rollout", False), ("response", False), ("response", True)])
-@pytest.mark.parametrize("dense_cache", ["on", "off"])
-def test_engine_and_trainer_agree_in_bfloat16(qwen2_folder, tokenizer, scope, float32_stream, dense_cache):
-    model = load(qwen2_folder, torch.bfloat16, dense_cache, float32_stream=float32_stream)
-    assert all((linear.weight.kept_OI is not None) == (dense_cache == "on") for linear in model.grouped_linears())
-    assert all(linear.dense_OI is None for linear in model.grouped_linears()), "no weight is rounded"
-    numbers = sum(linear.weight.shape[0] * linear.weight.shape[1] for linear in model.grouped_linears())
+@pytest.mark.parametrize(
+    ("base", "dense_cache"), [("nvfp4", "on"), ("nvfp4", "off"), ("bf16", "auto"), ("bf16", "off")]
+)
+def test_engine_and_trainer_agree_in_bfloat16(qwen2_folder, tokenizer, scope, float32_stream, base, dense_cache):
+    model = load(qwen2_folder, torch.bfloat16, dense_cache, base, float32_stream=float32_stream)
+    linears = list(model.grouped_linears())
+    assert all((linear.weight.kept_OI is not None) == (dense_cache != "off") for linear in linears)
+    if base == "nvfp4":
+        assert all(linear.dense_OI is None for linear in linears), "no weight is rounded"
+    numbers = sum(linear.weight.shape[0] * linear.weight.shape[1] for linear in linears)
     assert measure_resident(model)["dense_cache"] == (2 * numbers if dense_cache == "on" else 0)
     noise = make_noise(model, scope)
     completions, _ = Engine(model, tokenizer, max_num_seqs=16).generate(

@@ -30,13 +30,16 @@ def keeps(weight: PackedWeight, dtype: torch.dtype) -> bool:
     """Whether products with activations in `dtype` are faster where V is kept: those of small weights by the CUDA kernels."""
     if not served(weight.device, dtype) or weight.shape[0] * weight.shape[1] >= SMALL_WEIGHT:
         return False
+    if weight.format == "bf16":
+        return weight.tensors["weight"].dtype == torch.bfloat16
     from qerl.kernels.fp4_linear.unpack import FORMATS  # needs Triton, which a CPU may lack
 
     return (weight.order == "tiles" and not by_rows(weight)) or weight.format in FORMATS
 
 
 def keep(weight: PackedWeight) -> PackedWeight:
-    """The weight with V beside it (`PackedWeight.kept_OI`, README.md), for what `keeps`: 2 bytes a number, and no product rounds more for it.
+    """The weight with V beside it (`PackedWeight.kept_OI`, README.md), for what `keeps`: 2 bytes a number, and no product rounds more for it. An
+    unquantized weight is its own V, at no cost.
 
     Raises:
         KernelUnavailableError: a kernel cannot be compiled here.

@@ -238,7 +238,9 @@ def _unpacked(weight: PackedWeight, out_OI: Tensor) -> Tensor:
 
 
 def keep(weight: PackedWeight) -> PackedWeight:
-    """The weight with V kept beside it: 2 bytes a number. Waits for the device."""
+    """The weight with V kept beside it: 2 bytes a number, but for an unquantized one, which is V. Waits for the device."""
+    if weight.format == "bf16":
+        return replace(weight, kept_OI=weight.tensors["weight"])
     row_alphas(weight)  # found here, since a capture could not wait for them
     out_OI = torch.empty(weight.shape, dtype=torch.bfloat16, device=weight.device)
     return replace(weight, kept_OI=_unpacked(weight, out_OI))

@@ -1,7 +1,7 @@
 """The packed linear layer on a CUDA device. What runs is chosen by the number of rows of x (`regimes`, README.md); a weight that has no
 tiles is always dequantized in one pass and multiplied by cuBLAS.
 
-Unquantized weights, other compute types and a dense copy of the caller's go through the plain products of `reference`.
+Other compute types, large unquantized weights and a dense copy of the caller's go through the plain products of `reference`.
 """
 
 from __future__ import annotations
@@ -105,4 +105,4 @@ def float32_product(x_TI: Tensor, weight: PackedWeight) -> Tensor | None:
 def fast(x: Tensor, weight: PackedWeight, dense_OI: Tensor | None) -> bool:
     """Whether these kernels have the call; the plain products take the rest."""
     packed = (weight.order == "tiles" and not by_rows(weight)) or weight.format in unpack.FORMATS
-    return dense_OI is None and x.dtype == torch.bfloat16 and packed
+    return dense_OI is None and x.dtype == torch.bfloat16 and (packed or weight.kept_OI is not None)
