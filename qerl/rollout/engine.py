@@ -15,23 +15,23 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence as Items
-from itertools import pairwise
 
 import torch
 
 from qerl.config.schema import KvFormat
 from qerl.errors import ConfigError, DataError, TrainingError
-from qerl.kernels.cached_attention import FP8
+from qerl.kernels.cached_attention import FP8, members_for
 from qerl.kernels.cuda import can_lend
 from qerl.memory.pages import SPARE_PAGES, check_pages
 from qerl.model.aqn import Noise
 from qerl.model.decoder import Decoder
 from qerl.model.tokenizer import Tokenizer
 from qerl.records import Completion, Prompt, SamplingSpec
+from qerl.rollout import together
 from qerl.rollout.call import Call, ProgressCallback
 from qerl.rollout.sampler import check_sampling
 from qerl.rollout.sequence import Answer, Sequence
-from qerl.rollout.workspace import TOGETHER_PAGES, Layout, Workspace
+from qerl.rollout.workspace import Layout, Workspace
 
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512)
 """Rows that a captured step may have; beyond the last, multiples of 128."""
@@ -76,7 +76,7 @@ class Engine:
             that can.
         static_shapes: an answer has the same bits alone, in any batch and in any order: every step has ``max_num_seqs`` rows, every
             prompt is a pass of its own, or several in parts, nothing is preempted, and the cache is paged. Slower.
-        read_together: in a decode step, answers to one prompt read its pages together, where prompts are long and rows many.
+        read_together: in a decode step, answers to one prompt read its pages together, where that pays (`qerl.rollout.together`).
 
     Raises:
         ConfigError: a limit below 1, a max_model_len beyond the model's, graphs on the CPU, or ``read_together`` with ``static_shapes``.
@@ -132,6 +132,7 @@ class Engine:
                 expected="one of them at most",
             )
         self.read_together = read_together
+        self._members = members_for(model.spec.num_heads, model.spec.num_kv_heads)
         self.expected_tokens = expected_tokens
         if kv_format != "compute" and cuda and torch.cuda.get_device_capability(self.device) < (8, 9):
             raise ConfigError(
@@ -242,7 +243,7 @@ class Engine:
             chunk_tokens=self.chunk_tokens,
             eos_ids=self.tokenizer.eos_ids,
             ahead=self.ahead,
-            together=self._together(sequences),
+            together=self.read_together and together.pays(sequences, self._members, PAGE_TOKENS),
         )
         answers = call.run(on_progress)
         completions = tuple(
@@ -252,16 +253,6 @@ class Engine:
         seconds = time.perf_counter() - began
         stats = {**call.stats, "seconds": seconds, "tokens_per_second": call.stats["generated_tokens"] / seconds}
         return completions, stats
-
-    def _together(self, sequences: list[Sequence]) -> bool:
-        """Whether prompts are long enough, and most of them answered several times, for their pages to be read together."""
-        tokens = sum(sequence.prompt_length for sequence in sequences)
-        joined = sum(one.prefix == other.prefix for one, other in pairwise(sequences))
-        return (
-            self.read_together
-            and tokens > TOGETHER_PAGES * PAGE_TOKENS * len(sequences)
-            and 2 * joined >= len(sequences)
-        )
 
     def release(self) -> None:
         """Give back the memory of keys and values, and of captured steps where these cannot be kept; `take`, or the next call, has it again."""

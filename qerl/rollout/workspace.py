@@ -20,17 +20,13 @@ from qerl.model.aqn import Noise, NoiseSource
 from qerl.model.attention import SampleRows
 from qerl.model.decoder import Decoder
 from qerl.records import SamplingSpec
+from qerl.rollout import together
 from qerl.rollout.cuda_graphs import GraphPool
 from qerl.rollout.kv_cache import DecodeContext, KVCache
 from qerl.rollout.pages import PageBook
 from qerl.rollout.row_noise import DecodeNoise, KeyedDecodeNoise, fits_tables
 from qerl.rollout.row_state import Look, RowState
 from qerl.rollout.sampler import choose
-
-TOGETHER_PAGES = 16
-"""Fewest full pages of a prompt that a kernel reads once for the rows that share them."""
-TOGETHER_ROWS = 64
-"""Fewest rows of a step in which that is done."""
 
 SHORT_TOKENS, MANY_PAIRS = 2048, 288
 """Where a step has so many rows times key/value heads, and no row more tokens than this, attention is told so: contexts that are not cut
@@ -150,7 +146,7 @@ class Workspace:
 
     def _write_groups(self, book: PageBook) -> None:
         """Bring up to date which rows read which pages together."""
-        groups = book.groups(self._members, TOGETHER_PAGES)
+        groups = book.groups(self._members, together.LEAST_PAGES)
         pages_R = np.zeros(len(self._shared_R), dtype=np.int32)
         groups_CM = np.full(self._groups_CM.shape, -1, dtype=np.int32)
         for index, rows in enumerate(groups):
@@ -226,7 +222,7 @@ class Workspace:
 
     def _shared_pages(self, rows: int) -> SharedPages | None:
         """What a step of so many rows reads together."""
-        if not self._together or rows < TOGETHER_ROWS:
+        if not self._together or rows < together.LEAST_ROWS:
             return None
         likely = -(-rows // self._members)
         return SharedPages(pages_B=self._shared_R[:rows], members_CM=self._groups_CM[: rows // 2], likely_groups=likely)

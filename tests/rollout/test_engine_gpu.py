@@ -16,7 +16,7 @@ from qerl.model.checkpoint import load_model
 from qerl.model.tokenizer import load_tokenizer
 from qerl.objective.batch import Sample, pack
 from qerl.records import SamplingSpec
-from qerl.rollout import engine as engine_module
+from qerl.rollout import together as together_module
 from qerl.rollout import workspace
 from qerl.rollout.engine import Engine
 from qerl.rollout.sampler import answer_uniforms
@@ -176,9 +176,8 @@ def test_captured_steps_over_fp8_give_the_answers_of_the_reference(qwen2_folder,
 @pytest.mark.parametrize("scope", [None, "rollout"])
 def test_answers_that_read_their_prompt_together_are_those_of_rows_by_themselves(tmp_path, monkeypatch, scope):
     monkeypatch.setattr(rollout_builders, "MAX_POSITIONS", 1024)
-    monkeypatch.setattr(workspace, "TOGETHER_ROWS", 2)
-    for module in (engine_module, workspace):
-        monkeypatch.setattr(module, "TOGETHER_PAGES", 8)
+    for name, value in (("LEAST_ROWS", 2), ("LEAST_PAGES", 8), ("LEAST_SPARED", 1)):
+        monkeypatch.setattr(together_module, name, value)
     folder = rollout_builders.write_checkpoint(tmp_path / "long", "qwen2")
     model, tokenizer = load(folder), load_tokenizer(folder)
     noise, found = None if scope is None else make_noise(model, scope), []

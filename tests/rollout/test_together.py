@@ -8,10 +8,10 @@ from qerl.kernels.cached_attention import reference
 from qerl.model.aqn import NoiseState
 from qerl.model.tokenizer import load_tokenizer
 from qerl.records import SamplingSpec
-from qerl.rollout import engine as engine_module
-from qerl.rollout import workspace
+from qerl.rollout import together
 from qerl.rollout.engine import Engine
 from qerl.rollout.pages import PageBook
+from qerl.rollout.sequence import Sequence
 from qerl.rollout.workspace import Layout, Workspace
 
 SPEC = SamplingSpec(max_new_tokens=18, seed=4)
@@ -28,9 +28,8 @@ def steps(monkeypatch):
             seen.append(None if rows.shared is None else check(rows))
         return plain(qkv_BX, rotation, heads, kv_heads, k_cache, v_cache, rows, scale, norms, **more)
 
-    for module in (engine_module, workspace):
-        monkeypatch.setattr(module, "TOGETHER_PAGES", 2)
-    monkeypatch.setattr(workspace, "TOGETHER_ROWS", 2)
+    for name, value in (("LEAST_ROWS", 2), ("LEAST_PAGES", 2), ("LEAST_SPARED", 1)):
+        monkeypatch.setattr(together, name, value)
     monkeypatch.setattr(reference, "cached_attention", watched)
     return seen
 
@@ -91,6 +90,40 @@ def test_prompts_that_are_short_or_not_shared_are_not_read_together(qwen2_folder
     assert set(steps) == {None}
     engine.generate(make_prompts((30, 30)), SPEC, group_size=4, noise=noise_of(model, "rollout"))
     assert max(filter(None, steps)) == 8
+
+
+def sequences_of(*groups, apart=False):
+    """(tokens of a prompt, its answers) each; ``apart``: noise gives every answer a prompt of its own."""
+    keys = [(prompt, length) for prompt, (length, answers) in enumerate(groups) for _ in range(answers)]
+    return [
+        Sequence(index=index, prompt_index=prompt, prompt_length=length, sample_key=index, prefix_key=index * apart)
+        for index, (prompt, length) in enumerate(keys)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("groups", "reads"),
+    [
+        # 16 full pages of 64 stored tokens, of which a row of eight is spared 14; the last token of a prompt is not stored.
+        ([(1025, 8)] * 8, True),
+        ([(1024, 8)] * 8, False),
+        # A group of 16 is read in two parts, so a row is spared as much as in one of 8.
+        ([(1025, 16)] * 8, True),
+        # Twelve pages a row: two answers spare each other half of a prompt, three two thirds.
+        ([(1537, 2)] * 40, True),
+        ([(1536, 2)] * 40, False),
+        ([(1153, 3)] * 40, True),
+        ([(1152, 3)] * 40, False),
+        ([(8000, 1)] * 64, False),
+        # On average over all answers of the call; a prompt below 16 pages spares nothing.
+        ([(2049, 8), (100, 8)] * 8, True),
+        ([(2049, 8), (100, 8), (1000, 8)] * 8, False),
+    ],
+    ids=str,
+)
+def test_prompts_are_read_together_where_rows_are_spared_enough(groups, reads):
+    assert together.pays(sequences_of(*groups), 8, 64) is reads
+    assert not together.pays(sequences_of(*groups, apart=True), 8, 64)
 
 
 def test_large_groups_are_cut_evenly_and_single_rows_left_out():
