@@ -374,14 +374,20 @@ def _activations(config: Config, spec: ModelSpec, itemsize: int, device_type: st
 
 def _backward_working(config: Config, spec: ModelSpec, itemsize: int, device_type: str) -> int:
     """The most of: a tile of logits with what is around it, and one layer's gradients (those of gate and up are the widest, and the
-    stream's), on top of that layer computed again under full checkpointing."""
+    stream's), on top of that layer computed again under full checkpointing.
+
+    A head that learns has its gradient added up in float32 and rounded beside that; one that is the embedding, too, keeps it until the
+    embedding's is there.
+    """
     tokens = micro_batch_tokens(config, device_type)
     inner, hidden = spec.intermediate_size, spec.hidden_size
-    flow = (2 * inner * itemsize + hidden * _stream_bytes(config)) * tokens
+    head = _head_working(config, spec, tokens, itemsize)
+    layer = (2 * inner * itemsize + hidden * _stream_bytes(config)) * tokens
     if config.train.mode == "full":
-        flow += 4 * shapes.largest_group(spec)
-    again = 0
+        vocabulary = spec.vocab_size * hidden
+        head += (4 + (itemsize if itemsize < 4 else 0)) * vocabulary
+        layer += 4 * shapes.largest_group(spec) + (itemsize * vocabulary if spec.tie_embeddings else 0)
     if config.train.checkpointing == "full":
         # The stream before the layer is kept already.
-        again = _layer_bytes(config, spec, itemsize, device_type) - tokens * hidden * _stream_bytes(config)
-    return _rotation(spec, tokens) + max(_head_working(config, spec, tokens, itemsize), again + flow)
+        layer += _layer_bytes(config, spec, itemsize, device_type) - tokens * hidden * _stream_bytes(config)
+    return _rotation(spec, tokens) + max(head, layer)

@@ -8,13 +8,16 @@ the update changes the master, and the parameter becomes the master rounded once
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.nn import Parameter
+from torch.utils.hooks import RemovableHandle
 
 from qerl.config.schema import OptimConfig
 from qerl.errors import MissingDependencyError
@@ -25,7 +28,7 @@ class MasterOptimizer:
 
     Args:
         parameters: name -> parameter; the order fixes the layout of the saved state. Gradients of parameters that have a
-            master of their own are moved to it as they arise.
+            master of their own are moved to it as they arise, as long as the optimizer lives.
         config: name, learning rate (peak), betas, eps, weight decay.
 
     Attributes:
@@ -39,10 +42,14 @@ class MasterOptimizer:
 
     def __init__(self, parameters: Mapping[str, Parameter], config: OptimConfig):
         self.masters: dict[Parameter, Parameter] = {}
+        hooks = []
         for parameter in parameters.values():
             if parameter.dtype != torch.float32:
-                self.masters[parameter] = Parameter(parameter.detach().to(torch.float32))
-                parameter.register_post_accumulate_grad_hook(self._collect)
+                master = self.masters[parameter] = Parameter(parameter.detach().to(torch.float32))
+                # A hook that knew the optimizer would keep parameter, masters and moments for ever: the garbage collector does not
+                # follow a parameter to its hooks.
+                hooks.append(parameter.register_post_accumulate_grad_hook(partial(_move_gradient, master)))
+        weakref.finalize(self, _remove, hooks)
         self.trained = {name: self.masters.get(parameter, parameter) for name, parameter in parameters.items()}
         trained = list(self.trained.values())
         groups = [
@@ -50,15 +57,6 @@ class MasterOptimizer:
             {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
         ]
         self.inner = _adamw([group for group in groups if group["params"]], config)
-
-    def _collect(self, parameter: Tensor) -> None:
-        assert isinstance(parameter, Parameter) and parameter.grad is not None
-        master = self.masters[parameter]
-        if master.grad is None:
-            master.grad = parameter.grad.to(torch.float32)
-        else:
-            master.grad.add_(parameter.grad)
-        parameter.grad = None
 
     def parameters(self) -> list[Parameter]:
         """What the optimizer changes: float32 all."""
@@ -107,6 +105,21 @@ class MasterOptimizer:
         for master, values in zip(self.masters.values(), saved, strict=True):
             master.copy_(values)
         self._follow()
+
+
+def _move_gradient(master: Parameter, parameter: Tensor) -> None:
+    """Add the gradient that has arisen to the master's, in float32."""
+    assert parameter.grad is not None
+    if master.grad is None:
+        master.grad = parameter.grad.to(torch.float32)
+    else:
+        master.grad.add_(parameter.grad)
+    parameter.grad = None
+
+
+def _remove(hooks: Iterable[RemovableHandle]) -> None:
+    for hook in hooks:
+        hook.remove()
 
 
 def _adamw(groups: list[dict[str, Any]], config: OptimConfig) -> torch.optim.Optimizer:

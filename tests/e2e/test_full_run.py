@@ -1,6 +1,8 @@
 """Whole runs in full mode: all weights move, runs resume to the bit, records score again, checkpoints are models."""
 
+import gc
 import json
+import weakref
 from dataclasses import asdict
 
 import pytest
@@ -145,3 +147,26 @@ def test_models_of_rollouts_are_not_kept_unless_asked_for(data, tmp_path):
     assert not run.adapter_path(0).exists()
     with pytest.raises(RunFolderError, match="was not kept"):
         rescore(run.path, rollout=0)
+
+
+@pytest.mark.parametrize("mode", ["train.mode=full quant.format=bf16", "train.mode=lora quant.format=nvfp4"])
+def test_a_finished_training_leaves_nothing_behind(data, tmp_path, mode):
+    """A process may train again: model, optimizer and engine of a run that has ended are freed."""
+    settings = [one for one in SETTINGS if not one.startswith(("train.mode", "quant.format", "train.steps"))]
+    where = [f"data.train={data}/train.jsonl", f"data.eval={data}/test.jsonl", f"run.dir={tmp_path}", "run.name=r"]
+    config = load_config(None, [*settings, *where, *mode.split(), "model.dtype=bfloat16", "train.steps=1"])
+    held = {}
+
+    def hold(trainer, stop):
+        learning = trainer.session.model.trainable_parameters()
+        held.update({f"parameter {name}": weakref.ref(parameter) for name, parameter in learning.items()})
+        held.update({f"trained {name}": weakref.ref(one) for name, one in trainer.optimizer.trained.items()})
+        moments = trainer.optimizer.state_tensors()
+        held.update({f"moment {index}": weakref.ref(moment) for index, moment in enumerate(moments)})
+        owners = {"model": trainer.session.model, "engine": trainer.session.engine, "optimizer": trainer.optimizer}
+        held.update({name: weakref.ref(owner) for name, owner in owners.items()})
+
+    train(config, after=hold)
+    gc.collect()
+    assert len(held) > 20 and any(name.startswith("moment") for name in held)
+    assert not [name for name, reference in held.items() if reference() is not None]

@@ -1,6 +1,7 @@
 """Float32 masters of narrow weights, and the 8-bit optimizer."""
 
 import sys
+import weakref
 
 import pytest
 import torch
@@ -102,6 +103,31 @@ def test_twice_n_steps_are_n_and_resumed_n(optimizer_name, dtype, tmp_path):
     train(second, resumed, range(3, 6))
     for name, parameter in second.items():
         assert torch.equal(parameter, whole[name]), name
+
+
+@pytest.mark.parametrize("optimizer_name", ["adamw", "adamw_8bit"])
+def test_an_optimizer_goes_with_its_last_name_and_another_takes_its_parameters(optimizer_name):
+    params, others = parameters(torch.bfloat16), parameters(torch.bfloat16)
+    config = OptimConfig(name=optimizer_name)
+    optimizer = make_optimizer(params, config)
+    train(params, optimizer, range(2))
+    held = [weakref.ref(one) for one in (optimizer, *optimizer.masters.values(), *optimizer.state_tensors())]
+    del optimizer
+    # The code books of bitsandbytes are the module's.
+    assert all(one() is None for one in held[:3])
+    with torch.no_grad():
+        for name, parameter in params.items():
+            others[name].copy_(parameter)
+    again, fresh = make_optimizer(params, config), make_optimizer(others, config)
+    train(params, again, range(2, 4))
+    train(others, fresh, range(2, 4))
+    for name, parameter in params.items():
+        assert torch.equal(parameter, others[name]), name
+    give_gradients(params, 9)
+    assert params["wide"].grad is None
+    del again
+    give_gradients(params, 9)
+    assert params["wide"].grad is not None, "nothing takes gradients away when no optimizer is there"
 
 
 def test_a_state_of_other_weights_is_refused():
