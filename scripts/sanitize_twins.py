@@ -1,13 +1,13 @@
 """Twins of decode and middle that tell what a report of racecheck is worth: what `scripts/sanitize.py` runs beside its cases.
 
-Both kernels make order by waits at mbarriers, which racecheck follows poorly (false reports of them are in its release notes up to 2026.3). So it
-is asked about the same kernels, changed in one place of their source:
+racecheck is asked about the same kernels, changed in a few places of their source:
 
-* `plain`: the order is made by what the tool follows, and by no more of it. In decode the wait at the mbarrier stands in front of the block's barrier
-  instead of behind it. In middle every lane tells for itself that it has read an adapter's B, instead of lane 0 for all behind a
-  `__syncwarp`. A store and a load without an order between them would be reported here too.
-* `fault`: that order is taken out: no barrier of the block in decode, and B read in front of the wait in middle. The tool must report it, else its
-  silence says nothing.
+* `plain`: what the tool may misread is put in a plainer way, which makes no order that the kernel does not have between the accesses reported. In decode
+  no warp arrives at a named barrier without waiting there. In middle the threads that tell and learn that an adapter's B is there do so at a named
+  barrier, and every lane tells for itself that it has read it, instead of lane 0 for all behind a `__syncwarp`. A store and a load without an
+  order between them would be reported here too.
+* `fault`: an order is taken out: no barrier of the block in front of the last sums in decode, and B read in front of the wait in middle. The tool must
+  report it, else its silence says nothing.
 """
 
 from __future__ import annotations
@@ -24,20 +24,31 @@ from qerl.kernels.fp4_linear.workspace import whole_source
 
 _BLOCK = "    __syncthreads();\n"
 _SUMS = "#if CLUSTER > 1\n    barrier_wait(smem_address(&arrived), parity);\n#endif\n"
+_SHARES = 'asm volatile("bar.arrive 2,'
+_TOLD = "        arrive(feed.adapter_full);\n"
+_LEARNT = "      barrier_wait(feed.adapter_full, uses & 1);\n"
+_READ = "      const u64 h = h_operand("
 _FREE = "if (lane == 0) arrive(feed.adapter_empty);\n"
 _FREE_FOR_ALL = "      __syncwarp();  // lane 0 speaks for the reads of all\n      " + _FREE
 _COUNTS = "i < 2 || i == 4 ? HELPERS : WARPS"
-_WAIT = "      barrier_wait(feed.adapter_full, uses & 1);\n"
-_READ = "      const u64 h = h_operand("
+
+
+def _named(kind: str) -> str:
+    """At a named barrier; the kernel's own are below 8."""
+    return f'asm volatile("bar.{kind} 8, %0;" ::"n"(CONSUMERS + HELPERS) : "memory");\n'
+
+
 CHANGES = {
     "plain": {
-        "decode": ((_BLOCK + _SUMS, _SUMS + _BLOCK),),
+        "decode": ((_SHARES, _SHARES.replace("arrive", "sync")),),
         "middle": (
+            (_TOLD, _named("arrive")),
+            (_LEARNT, _named("sync")),
             (_FREE_FOR_ALL, _FREE.removeprefix("if (lane == 0) ")),
             (_COUNTS, _COUNTS.replace(": WARPS", ": i == 5 ? CONSUMERS : WARPS")),
         ),
     },
-    "fault": {"decode": ((_BLOCK + _SUMS, _SUMS),), "middle": ((_WAIT, ""), (_READ, _WAIT + _READ))},
+    "fault": {"decode": ((_BLOCK + _SUMS, _SUMS),), "middle": ((_LEARNT, ""), (_READ, _LEARNT + _READ))},
 }
 """Twin -> kernel -> what is replaced in its source by what."""
 KERNELS = tuple(CHANGES["plain"])

@@ -3,6 +3,7 @@
 import ast
 import importlib
 import importlib.util
+import json
 import re
 import sys
 from pathlib import Path
@@ -33,7 +34,9 @@ def script(name: str):
         sys.path[:] = before
 
 
-CASES, TWINS, SANITIZE = (script(name) for name in ("sanitize_cases", "sanitize_twins", "sanitize"))
+CASES, CODE, TWINS, SANITIZE = (
+    script(name) for name in ("sanitize_cases", "sanitize_code", "sanitize_twins", "sanitize")
+)
 
 
 def is_jit(decorator: ast.expr) -> bool:
@@ -132,44 +135,125 @@ def test_twins_compile(name, twin):
     assert code[:4] == b"\x7fELF" and f"{name}_{twin}".encode() in code
 
 
-RACE = "========= Error: Race reported between Write access at {name}+0x6df0\n"
-
-
-def output(*reported, errors=None, cases=("decode nvfp4, 1 rows", "plain decode nvfp4, 1 rows")):
-    text = "".join(f"case: {case} (1.5 s)\n" for case in cases) + "".join(RACE.format(name=name) for name in reported)
-    count = len(reported) if errors is None else errors
+def output(*reported, cases=("decode nvfp4, 1 rows",)):
+    """What racecheck prints; a report is a function, whose store at 0x10 meets its load at 0x20, or the function and these two offsets."""
+    text = "".join(f"case: {case} (1.5 s)\n" for case in cases)
+    for name in reported:
+        name, store, load = name if isinstance(name, tuple) else (name, 0x10, 0x20)
+        text += f"========= Error: Race reported between Write access at {name}+{store:#x}\n"
+        text += f"=========     and Read access at {name}+{load:#x} [64 hazards]\n========= \n"
+    count = len(reported)
     return text + f"========= RACECHECK SUMMARY: {count} hazards displayed ({count} errors, 0 warnings)\n"
 
 
-PLANTED = ("decode_fault", "middle_fault", "middle_fault")
+PLANTED = output("decode_fault", "middle_fault", "middle_fault", cases=("fault decode nvfp4, 1 rows",))
 
 
-def judged(*reported):
-    found = SANITIZE.summary([(output(*reported), 0), (output(*PLANTED), 0)])
-    return found["errors"] - found["planted"], found["false"], SANITIZE.passed(found)
+def judged(tmp_path, *reported):
+    found = SANITIZE.judged(SANITIZE.summary([(output(*reported), 0), (PLANTED, 0)]), tmp_path)
+    return found["verdicts"], SANITIZE.passed(found)
 
 
-def test_a_report_is_false_if_the_plain_twin_has_none():
-    assert judged() == (0, 0, True)
-    assert judged("decode", "decode", "middle") == (3, 3, True)
-    assert judged("decode", "middle", "middle_plain") == (3, 1, False), "middle's are true, and the twin's"
-    assert judged("decode_plain") == (1, 0, False)
-    assert judged("shrink", "decode") == (2, 1, False), "a kernel without twins"
+def verdicts(planted=3, ordered=0, twin=0, true=0):
+    return {"planted": planted, "ordered": ordered, "twin": twin, "true": true}
 
 
-def test_a_planted_fault_that_is_not_reported_takes_the_tool_its_word():
-    found = SANITIZE.summary([(output("decode", "decode_fault"), 0)])
-    assert found["twins"] == {"plain": {"decode": 0, "middle": 0}, "fault": {"decode": 1, "middle": 0}}
-    assert found["false"] == 1 and not SANITIZE.passed(found)
-    found = SANITIZE.summary([(output("middle", "decode_fault"), 0)])
-    assert found["false"] == 0
+def test_a_report_is_false_if_the_plain_twin_has_none(tmp_path):
+    assert judged(tmp_path) == (verdicts(), True)
+    assert judged(tmp_path, "decode", "decode", "middle") == (verdicts(twin=3), True)
+    assert judged(tmp_path, "decode", "middle", "middle_plain") == (verdicts(twin=1, true=2), False)
+    assert judged(tmp_path, "shrink", "decode") == (verdicts(twin=1, true=1), False), "a kernel without twins"
 
 
-def test_a_part_that_was_killed_or_says_nothing_is_not_finished():
-    whole = output(cases=("decode nvfp4, 1 rows",))
-    assert SANITIZE.passed(SANITIZE.summary([(whole, 0), (whole, 0)])), "a tool without twins"
-    assert not SANITIZE.passed(SANITIZE.summary([(whole, 0), ("case: decode nvfp4, 1 rows (1.0 s)\n", 137)]))
-    assert not SANITIZE.passed(SANITIZE.summary([(whole, 1)]))
-    failed = SANITIZE.summary([("case failed: shrink: AssertionError: does not launch shrink\n" + whole, 0)])
-    assert failed["failed"] == ["shrink: AssertionError: does not launch shrink"] and not SANITIZE.passed(failed)
+def test_a_planted_fault_that_is_not_reported_takes_the_tool_its_word(tmp_path):
+    text = output("decode", "middle", "decode_fault", cases=("fault decode nvfp4, 1 rows",))
+    found = SANITIZE.judged(SANITIZE.summary([(text, 0)]), tmp_path)
+    assert found["verdicts"] == verdicts(planted=1, twin=1, true=1)
+    assert found["faults_found"] == {"decode": True, "middle": False}
+    found = SANITIZE.judged(SANITIZE.summary([(output(cases=("fault decode nvfp4, 1 rows",)), 0)]), tmp_path)
+    assert found["errors"] == 0 and not SANITIZE.passed(found)
+
+
+def test_errors_that_are_no_races_are_true(tmp_path):
+    text = "========= Invalid __global__ read of size 4 bytes\n========= ERROR SUMMARY: 2 errors\n"
+    found = SANITIZE.judged(SANITIZE.summary([(text, 0)]), tmp_path)
+    assert found["verdicts"] == verdicts(planted=0, true=2) and not SANITIZE.passed(found)
+
+
+def test_a_part_that_was_killed_or_says_nothing_is_not_finished(tmp_path):
+    def passed(*outputs):
+        return SANITIZE.passed(SANITIZE.judged(SANITIZE.summary(list(outputs)), tmp_path))
+
+    whole = output()
+    assert passed((whole, 0), (whole, 0)), "a tool without twins"
+    assert not passed((whole, 0), ("case: decode nvfp4, 1 rows (1.0 s)\n", 137))
+    assert not passed((whole, 1))
+    text = "case failed: shrink: AssertionError: does not launch shrink\n" + whole
+    failed = SANITIZE.summary([(text, 0)])
+    assert failed["failed"] == ["shrink: AssertionError: does not launch shrink"] and not passed((text, 0))
     assert failed["seconds"]["decode nvfp4, 1 rows"] == 1.5
+
+
+STEPS = """
+extern "C" __global__ void NAME(const __grid_constant__ Parameters p) {
+  __shared__ int values[128];
+  volatile int* shared = values;
+  int sum = 0;
+#pragma unroll 1
+  for (int round = 0; round < p.rounds; ++round) {
+    if (threadIdx.x >= p.writers) shared[threadIdx.x & 127] = round;
+    MIDDLE;
+    if (threadIdx.x < p.writers) sum += shared[127 - threadIdx.x];
+    END;
+  }
+  p.out[threadIdx.x] = sum;
+}
+"""
+PARAMETERS = "struct Parameters { int* out; int rounds, writers; };"
+BARRIERS = {
+    # name: (behind the store, behind the load, whether both are ordered)
+    "both": ("__syncthreads()", "__syncthreads()", True),
+    "cluster": (
+        "__syncthreads()",
+        'asm volatile("barrier.cluster.arrive.aligned;barrier.cluster.wait.aligned;" ::: "memory")',
+        True,
+    ),
+    "next_round": ("__syncthreads()", "", False),
+    "none": ("", "__syncthreads()", False),
+    "some_threads": ('asm volatile("bar.sync 1, 128;" ::: "memory")', "__syncthreads()", False),
+    "some_ways": ("if (p.writers > 64) __syncthreads()", "__syncthreads()", False),
+    "arrival": ('asm volatile("bar.arrive 0, 256;" ::: "memory")', "__syncthreads()", False),
+}
+
+
+@pytest.mark.skipif(not has_compiler() or CODE.disassembler() is None, reason="needs a compiler and nvdisasm")
+@pytest.mark.parametrize("name", BARRIERS)
+def test_order_is_found_where_a_barrier_stands_on_every_way(name, tmp_path):
+    middle, end, ordered = BARRIERS[name]
+    source = PARAMETERS + STEPS.replace("MIDDLE", middle).replace("END", end).replace("NAME", f"steps_{name}")
+    (tmp_path / "kernels").mkdir()
+    cubin = tmp_path / "kernels" / f"steps_{name}-sm_90a-0.cubin"
+    cubin.write_bytes(compile_cuda(source, name=f"steps_{name}", arch="sm_90a"))
+    code = CODE.code_of(cubin)
+    (store,) = (line.offset for line in code.lines if code.has("Write", line.offset))
+    loads = [line.offset for line in code.lines if code.has("Read", line.offset)]
+    assert loads and all(code.ordered(store, load) == ordered == code.ordered(load, store) for load in loads)
+    # As a report: only of the function, and only if the file has both accesses.
+    text = output(
+        (f"steps_{name}", store, loads[0]), (f"steps_{name}", store, store), (f"step_{name}", store, loads[0])
+    )
+    found = SANITIZE.judged(SANITIZE.summary([(text, 0)]), tmp_path)
+    assert [report.split(":")[0] for report in found["reports"]] == ["ordered" if ordered else "true", "true", "true"]
+
+
+def test_a_file_is_judged_again(tmp_path, capsys):
+    found = SANITIZE.summary([(output("decode"), 0), (PLANTED, 0)])
+    file, out = tmp_path / "before.json", tmp_path / "after.json"
+    file.write_text(json.dumps({"command": "kept", "tools": {"racecheck": found | {"stale": 1}}}))
+    SANITIZE.judge_again(file, tmp_path, out)
+    after = json.loads(out.read_text())
+    assert after == {"command": "kept", "tools": {"racecheck": SANITIZE.judged(found, tmp_path)}}
+    assert "4 errors (3 planted, 0 ordered, 1 twin, 0 true)" in capsys.readouterr().out
+    file.write_text(json.dumps({"tools": {"racecheck": SANITIZE.summary([(output("shrink"), 0)])}}))
+    with pytest.raises(SystemExit):
+        SANITIZE.judge_again(file, tmp_path, None)
