@@ -1,7 +1,7 @@
 """Seconds by stage of whole steps of ``qerl train``, rewards, records, diagnostics and noise among them: of a real model, or on random weights.
 
     python benchmarks/loop.py --model Qwen2.5-Coder-0.5B-Instruct [--data gsm8k] [--out results/loop_real_05b.json] [--steps 12] [key=value ...]
-    python benchmarks/loop.py [--out results/loop_05b_h200.json] [--steps 12] [--size 0.5B] [--tiny] [key=value ...]
+    python benchmarks/loop.py [--out FILE] [--steps 12] [--size 0.5B] [--tiny] [key=value ...]
 
 Trains ``configs/gsm8k_05b_nvfp4_aqn.yaml`` (32 prompts x 8 answers of at most 512 tokens, NVFP4, rank 32, AQN): half of the steps without noise, half with the
 largest. The first step of each half captures its graphs; what is called settled is the others, clean and noisy ones apart: median, least
