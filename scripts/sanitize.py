@@ -185,6 +185,8 @@ def main() -> None:
     parser.add_argument("--twin", default="", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.judge:
+        if arguments.code is None:
+            parser.error("--judge needs --code: the machine code that ran")
         judge_again(arguments.judge, arguments.code, arguments.out)
         return
     if arguments.part:

@@ -55,7 +55,6 @@ class Code:
                 self.lines.append(Instruction(int(found[1], 16), found[2], found[3], found[4]))
         self._joins: dict[int, set[int]] = {}
         self._at = {line.offset: index for index, line in enumerate(self.lines)}
-        self._find_joins()
 
     def has(self, kind: str, offset: int) -> bool:
         """Whether there is such an access ("Write" or "Read") to shared memory."""
@@ -64,6 +63,8 @@ class Code:
 
     def ordered(self, one: int, other: int) -> bool:
         """Whether no two threads can be at these accesses, given by offset, without a barrier of the block between them."""
+        if not self._joins:
+            self._find_joins()
         pair = {self._at[one], self._at[other]}
         if pair & self._between_halves:
             return False
