@@ -116,6 +116,8 @@ def summary(outputs: list[tuple[str, int]]) -> dict[str, Any]:
 def judged(found: dict[str, Any], code: Path) -> dict[str, Any]:
     """A tool's summary with its reports and the verdict on each; `code` holds the machine code that ran."""
     reports = reports_of(found["output"])
+    with ThreadPoolExecutor(os.cpu_count()) as readers:  # a third of a second each
+        list(readers.map(cached_code, {cubin for report in reports for cubin in cubins_of(report, code)}))
     ordered = [is_ordered(report, code) for report in reports]
     functions = list(map(function_of, reports))
     # A fault that the rule of machine code excuses counts as not found.
@@ -156,12 +158,17 @@ def function_of(report: list[str]) -> str:
     return report[0].split(" ")[1].split("+")[0]
 
 
+def cubins_of(report: list[str], code: Path) -> list[Path]:
+    """All machine code of the kernel that a report is of."""
+    return sorted((code / "kernels").glob(f"{function_of(report)}-*.cubin"))
+
+
 def is_ordered(report: list[str], code: Path) -> bool:
     """Whether a barrier of the block stands between the first access and each other, in all machine code that has these accesses."""
     accesses = [(access.split(" ")[0], int(access.split("+")[1], 16)) for access in report]
     found = [
         kernel
-        for cubin in sorted((code / "kernels").glob(f"{function_of(report)}-*.cubin"))
+        for cubin in cubins_of(report, code)
         if all((kernel := cached_code(cubin)).has(*access) for access in accesses)
     ]
     first, *others = (offset for _, offset in accesses)
