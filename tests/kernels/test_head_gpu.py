@@ -88,5 +88,5 @@ def test_segments_of_a_tiled_head_have_their_own_global_scales():
 @pytest.mark.parametrize("name", ["fp8+natural", "fp8+tiles", "nvfp4"])
 def test_the_gate_passes_a_packed_head(name):
     head = packed_head(name, (3000, 896))
-    for tokens in (8, 100):
+    for tokens in (8, 100, None):
         assert head_gate(head, dtype=torch.bfloat16, tokens=tokens) < 1e-4

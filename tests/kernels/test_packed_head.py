@@ -1,15 +1,18 @@
 """A packed LM head: logits, log-probs and gradients against the dense product, unpacked a stretch of rows at a time."""
 
+from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from qerl.errors import LayoutGateError
 from qerl.formats import dequantize, get_format
+from qerl.kernels import dispatch
 from qerl.kernels.fp4_linear import fp4_linear
+from qerl.kernels.token_logprobs import gate, head_gate, head_logits, reference, token_logprobs
 from qerl.kernels.token_logprobs import head as head_module
-from qerl.kernels.token_logprobs import head_gate, head_logits, token_logprobs
 
 TOKENS, HIDDEN, VOCABULARY = 7, 40, 90
 FORMATS = ("fp8", "nvfp4", "bf16", "mxfp4")
@@ -113,3 +116,24 @@ def test_the_gate_passes_what_is_sound_and_stops_a_misread_head(name, dtype):
     )
     with pytest.raises(LayoutGateError, match=f"'lm_head': the reference kernel disagrees.*{name}"):
         head_gate(head, dtype=dtype, dense_VD=dequantize(misread, dtype))
+
+
+@pytest.mark.parametrize("fault", [None, "many tokens", "unpacked rows"])
+def test_the_gate_looks_at_every_kernel_that_a_number_of_tokens_takes(monkeypatch, fault):
+    """On a device few tokens, more of them, and training's passes are multiplied by different kernels."""
+    head, sound = packed_head("fp8"), reference.head_logits
+
+    def device_logits(hidden_ND, head, bias_V):
+        logits_NV = sound(hidden_ND, head, bias_V)
+        return logits_NV.roll(1, 1) if fault == "many tokens" and len(hidden_ND) > 16 else logits_NV
+
+    def unpacked_logits(hidden_ND, head, bias_V):
+        logits_NV = sound(hidden_ND, head, bias_V)
+        return logits_NV.roll(1, 1) if fault == "unpacked rows" else logits_NV
+
+    monkeypatch.setattr(gate, "_reading", lambda device: (8, 100))
+    device, load = SimpleNamespace(head_logits=device_logits), dispatch.load
+    monkeypatch.setattr(dispatch, "load", lambda op, *others: device if op == "token_logprobs" else load(op, *others))
+    monkeypatch.setattr(reference, "head_logits", unpacked_logits)
+    with nullcontext() if fault is None else pytest.raises(LayoutGateError, match="'lm_head'"):
+        head_gate(head)
