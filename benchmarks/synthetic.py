@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from qerl.config.schema import PROJECTIONS
-from qerl.formats import PackedWeight, dequantize, get_format
+from qerl.formats import PackedWeight, get_format
 from qerl.kernels import philox
-from qerl.kernels.fp4_linear import keep, keeps, served
 from qerl.model.decoder import Decoder, DecoderLayer
-from qerl.model.linear import GroupedLinear
+from qerl.model.linear import GroupedLinear, with_copy
 from qerl.model.lora import LoraGroup
 from qerl.model.spec import GroupShape, ModelSpec
 
@@ -89,12 +88,8 @@ def random_model(
     }
 
     def group(index: int, shape: GroupShape) -> GroupedLinear:
-        weight = _copy(first[shape.attribute])
-        dense_OI = weight.tensors["weight"] if format == "bf16" and not full else None
-        if dense_cache and keeps(weight, dtype):
-            weight = keep(weight)
-        elif dense_cache and format != "bf16" and not served(weight.device, dtype):
-            dense_OI = dequantize(weight, dtype)
+        own = _copy(first[shape.attribute])
+        weight, dense_OI = with_copy(own, dtype, keep_dense=dense_cache, kernel_reads_plain=not full)
         return GroupedLinear(
             shape.group_name(index),
             shape.parts,

@@ -19,12 +19,11 @@ from qerl.config.schema import LoraConfig, QuantConfig
 from qerl.errors import ConfigError
 from qerl.formats import PackedWeight, WeightFormat, dequantize, get_format
 from qerl.formats.e2m1_blocks import E2m1Format
-from qerl.kernels.fp4_linear import keep, keeps, served
 from qerl.kernels.quantize import quantize
 from qerl.model.adapter_files import adapter_lora_config, load_adapter, save_adapter
 from qerl.model.decoder import Decoder, DecoderLayer
 from qerl.model.hashes import adapter_hash, base_hash, norm_hash
-from qerl.model.linear import GroupedLinear
+from qerl.model.linear import GroupedLinear, with_copy
 from qerl.model.locate import resolve_model_path
 from qerl.model.lora import LoraGroup
 from qerl.model.model_files import EMBEDDING, FINAL_NORM, HEAD, load_weights, save_model
@@ -270,17 +269,9 @@ class _Loader:
         return fmt.from_parts(parts, d_in=in_features, name=name)
 
     def with_copy(self, weight: PackedWeight) -> tuple[PackedWeight, Tensor | None]:
-        """(the weight, its dequantized copy), where copies are kept; what the kernels read instead comes with the weight itself."""
-        # An unquantized weight in compute type is its own dense copy, at no cost. One that trains is not read by kernels.
-        if weight.format == "bf16":
-            if not self.full and self.quant.dense_cache != "off" and keeps(weight, self.dtype):
-                return keep(weight), None
-            return weight, weight.tensors["weight"]
-        if not self.keep_dense:
-            return weight, None
-        if served(self.device, self.dtype):
-            return keep(weight) if keeps(weight, self.dtype) else weight, None
-        return weight, dequantize(weight, self.dtype)
+        """(the weight, its dequantized copy), as the settings have it."""
+        read = not self.full and self.quant.dense_cache != "off"
+        return with_copy(weight, self.dtype, keep_dense=self.keep_dense, kernel_reads_plain=read)
 
     def adapters(self, shape: GroupShape, names: tuple[str, ...]) -> LoraGroup | None:
         if self.lora is None:

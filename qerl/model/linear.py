@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from qerl.formats import PackedWeight
-from qerl.kernels.fp4_linear import AdapterPart, fp4_linear
+from qerl.formats import PackedWeight, dequantize
+from qerl.kernels.fp4_linear import AdapterPart, fp4_linear, keep, keeps, served
 from qerl.model.lora import LoraGroup
 
 
@@ -116,3 +116,29 @@ class GroupedLinear(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.name}, {self.weight.format}, {dict(zip(self.parts, self.sizes, strict=True))}"
+
+
+def with_copy(
+    weight: PackedWeight, dtype: torch.dtype, *, keep_dense: bool, kernel_reads_plain: bool = True
+) -> tuple[PackedWeight, Tensor | None]:
+    """(the weight, its dequantized copy) as `GroupedLinear` and a packed head take them; what the CUDA kernels read instead comes with the weight.
+
+    Args:
+        weight: [O, I], in the order of its device.
+        dtype: compute type, that of the copy.
+        keep_dense: packed weights have copies.
+        kernel_reads_plain: the kernel of kept values reads small unquantized weights; not those that train.
+
+    Raises:
+        KernelUnavailableError: a kernel cannot be compiled here.
+    """
+    # An unquantized weight in compute type is its own dense copy, at no cost.
+    if weight.format == "bf16":
+        if kernel_reads_plain and keeps(weight, dtype):
+            return keep(weight), None
+        return weight, weight.tensors["weight"]
+    if not keep_dense:
+        return weight, None
+    if served(weight.device, dtype):
+        return keep(weight) if keeps(weight, dtype) else weight, None
+    return weight, dequantize(weight, dtype)
