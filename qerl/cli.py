@@ -83,6 +83,19 @@ def _examples(verb: str) -> str:
     return "\n\n".join(["[bold]Examples[/]", *(f"  qerl {verb} {arguments}" for arguments in EXAMPLES[verb])])
 
 
+def _written_as_option(error: Exception) -> ConfigError | None:
+    """The message for an option that is not there, of a verb that takes settings, if it was meant as one."""
+    # By what the error holds: its class is click's or, in later versions of typer, typer's own.
+    option = getattr(error, "option_name", None) if hasattr(error, "possibilities") else None
+    command = getattr(getattr(error, "ctx", None), "command", None)
+    taken = [parameter.metavar or "" for parameter in getattr(command, "params", ())]
+    if option is None or not any("key=value" in metavar for metavar in taken):
+        return None
+    keys = meant_as_setting(option)
+    remedy = "Write " + " or ".join(f"{key}=VALUE" for key in keys)
+    return ConfigError("settings have no dashes", got=option, remedy=remedy) if keys else None
+
+
 def _without_compiler(error: Exception) -> KernelUnavailableError | None:
     """The message for a launcher that Triton could not compile: it compiles some C on the host, with no error class of its own."""
     got: str | None = None
@@ -140,12 +153,7 @@ class _Commands(TyperGroup):
 
     def _refuse(self, error: Exception) -> NoReturn:
         """What a user can cause, as a message; anything else is a fault of ours, which is raised again."""
-        # An option that is not there, by what it holds: its class is click's or, in later versions of typer, typer's own.
-        option = getattr(error, "option_name", None) if hasattr(error, "possibilities") else None
-        setting = meant_as_setting(option) if option else None
-        if setting is not None:
-            error = ConfigError("settings have no dashes", got=option, remedy=f"Write {setting}=VALUE")
-        error = _without_compiler(error) or error
+        error = _written_as_option(error) or _without_compiler(error) or error
         if isinstance(error, QerlError):
             text, code = str(error), error.exit_code
         elif isinstance(error, OSError) and is_full(error):

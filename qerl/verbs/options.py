@@ -52,16 +52,16 @@ def split_settings(settings: Sequence[str] | None) -> tuple[str | None, list[str
     return (files[0] if files else None), [item for item in settings or () if "=" in item]
 
 
-def meant_as_setting(option: str) -> str | None:
-    """The key that an option which no verb has was meant for: ``--optim.lr``, ``--lr``, or another library's ``--learning-rate``."""
+def meant_as_setting(option: str) -> list[str]:
+    """The keys that an option which no verb has may be meant for: ``--optim.lr``, ``--lr``, or another library's ``--learning-rate``."""
     from qerl.config.fields import all_keys
     from qerl.config.suggest import ALIASES, suggest_key
 
     name = option.lstrip("-").replace("-", "_")
     known = all_keys()
     if "." in name:
-        return suggest_key(name, known) or name
-    return suggest_key(name, known) if name in {*ALIASES, *(key.rpartition(".")[2] for key in known)} else None
+        return [suggest_key(name, known) or name]
+    return [ALIASES[name]] if name in ALIASES else [key for key in known if key.rpartition(".")[2] == name]
 
 
 def as_settings(flags: dict[str, Any]) -> list[str]:
