@@ -386,15 +386,3 @@ def test_every_benchmark_takes_its_folder_off_the_path_before_it_imports_anythin
     assert before.endswith('if __name__ == "__main__" and not __package__:\n')
     others = set(re.findall(r"^(?:import|from) (\w+)", before, re.MULTILINE)) - sys.stdlib_module_names
     assert not others
-
-
-@pytest.mark.parametrize("full", [False, True])
-def test_unquantized_models_of_benchmarks_are_held_as_loaded_ones_are(module, monkeypatch, full):
-    """Small weights are read by kernels, without a copy of the caller's, which would keep them from it."""
-    monkeypatch.setattr("qerl.kernels.fp4_linear.served", lambda device, dtype: True)
-    synthetic, rollout = module("synthetic"), module("rollout")
-    shape = rollout.tiny(synthetic.model_spec("0.5B"))
-    for dense_cache in (False, True):
-        model = synthetic.random_model(shape, format="bf16", dense_cache=dense_cache, device="cpu", full=full)
-        for linear in model.grouped_linears():
-            assert (linear.weight.kept_OI is None) == (linear.dense_OI is not None) == full

@@ -1,0 +1,19 @@
+"""Models of random weights that benchmarks make: held as loaded ones are."""
+
+import importlib
+from pathlib import Path
+
+import pytest
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_small_unquantized_weights_are_read_by_kernels_but_where_they_train(monkeypatch, full):
+    """Without a copy of the caller's, which would keep them from it."""
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[1]))
+    monkeypatch.setattr("qerl.kernels.fp4_linear.served", lambda device, dtype: True)
+    synthetic, rollout = (importlib.import_module(f"benchmarks.{name}") for name in ("synthetic", "rollout"))
+    shape = rollout.tiny(synthetic.model_spec("0.5B"))
+    for dense_cache in (False, True):
+        model = synthetic.random_model(shape, format="bf16", dense_cache=dense_cache, device="cpu", full=full)
+        for linear in model.grouped_linears():
+            assert (linear.weight.kept_OI is None) == (linear.dense_OI is not None) == full
