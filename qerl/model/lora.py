@@ -59,6 +59,8 @@ class LoraGroup(nn.Module):
         self.lora_b = nn.ParameterList(
             nn.Parameter(torch.zeros(stop - start, rank, device=device)) for start, stop in self.rows
         )
+        self._masters = (self.lora_a, *self.lora_b)
+        """All of them: a tuple, since modules and lists of modules take the host as long as a launch to name what they hold."""
         self._copies: dict[torch.dtype, tuple[Tensor, ...]] = {}
         self._states: dict[torch.dtype, list[tuple[int, int]]] = {}
 
@@ -93,7 +95,7 @@ class LoraGroup(nn.Module):
             force: also copies whose master shows no change, for updates that torch does not count (through ``.data``).
         """
         for dtype, copies in self._copies.items():
-            for index, (master, copy) in enumerate(zip(self._masters(), copies, strict=True)):
+            for index, (master, copy) in enumerate(zip(self._masters, copies, strict=True)):
                 state = (master.data_ptr(), master._version)
                 if force or self._states[dtype][index] != state:
                     self._states[dtype][index] = state
@@ -103,11 +105,8 @@ class LoraGroup(nn.Module):
         """All copies that there are."""
         return tuple(copy for copies in self._copies.values() for copy in copies)
 
-    def _masters(self) -> tuple[Tensor, ...]:
-        return (self.lora_a, *self.lora_b)
-
     def _current(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        masters = self._masters()
+        masters = self._masters
         if all(master.dtype == dtype for master in masters):
             return masters
         if dtype not in self._copies:
@@ -117,7 +116,7 @@ class LoraGroup(nn.Module):
         copies = self._copies[dtype]
         if not torch.is_grad_enabled():
             return copies
-        return tuple(_Copy.apply(master, copy) for master, copy in zip(masters, copies, strict=True))
+        return _Copies.apply(*masters, *copies)
 
     def matrices(self) -> dict[str, tuple[Tensor, Tensor]]:
         """Projection name -> (A [R, I], B [O, R]), views of the parameters."""
@@ -133,14 +132,22 @@ def initial_a(name: str, rank: int, in_features: int, *, seed: int, device: torc
     return ((2.0 * unit - 1.0) * in_features**-0.5).view(rank, in_features)
 
 
-class _Copy(torch.autograd.Function):
-    """The copy of a master, as a function of the master."""
+class _Copies(torch.autograd.Function):
+    """The copies of masters, as functions of the masters: one call for a group, since each is as long for the host as a launch."""
 
     @staticmethod
-    def forward(ctx: Any, master: Tensor, copy: Tensor) -> Tensor:
-        ctx.dtype = master.dtype
-        return copy.view_as(copy)
+    def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+        masters, copies = tensors[: len(tensors) // 2], tensors[len(tensors) // 2 :]
+        ctx.dtypes = [master.dtype for master in masters]
+        ctx.set_materialize_grads(False)
+        return tuple(copy.view_as(copy) for copy in copies)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0].to(ctx.dtype), None
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        wide = [
+            None if grad is None else torch.empty_like(grad, dtype=dtype)
+            for grad, dtype in zip(grads, ctx.dtypes, strict=True)
+        ]
+        given = [grad for grad in grads if grad is not None]
+        torch._foreach_copy_([one for one in wide if one is not None], given)
+        return *wide, *[None] * len(grads)

@@ -168,7 +168,7 @@ def test_every_kernel_is_asked_for_under_the_name_it_was_loaded_by(monkeypatch):
     monkeypatch.setattr(dense, "compiled", compiled)
     monkeypatch.setattr(shrink, "compiled", compiled)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: regimes.HOPPER)
-    space = SimpleNamespace(multiprocessors=132)
+    space = SimpleNamespace(multiprocessors=132, device=torch.device("cpu"))
     monkeypatch.setattr(dense, "workspace", lambda device: space)
     item = layers_of("0.5B", False)[1]
     x = torch.zeros(64, 896, dtype=torch.bfloat16)

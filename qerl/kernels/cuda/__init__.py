@@ -9,6 +9,7 @@ from qerl.kernels.cuda.driver import (
     architecture,
     multiprocessors,
     shared_memory_limit,
+    stream_handle,
     tensor_map,
 )
 from qerl.kernels.cuda.lent import LentMemory, can_lend, lent_bytes, reset_lent_peak
@@ -25,5 +26,6 @@ __all__ = [
     "multiprocessors",
     "reset_lent_peak",
     "shared_memory_limit",
+    "stream_handle",
     "tensor_map",
 ]

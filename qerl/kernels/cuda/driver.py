@@ -28,6 +28,9 @@ class _Attribute(ctypes.Structure):
     _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_uint * 16))
 
 
+_Argument = ctypes.c_void_p * 1
+
+
 class _Config(ctypes.Structure):
     _fields_ = (
         ("grid", ctypes.c_uint * 3),
@@ -67,6 +70,7 @@ class Kernel:
         self._name = function
         self._shared = 48 * 1024
         self._can_overlap = torch.cuda.get_device_capability() >= (9, 0)
+        self._device = torch.device("cuda", torch.cuda.current_device())
 
     def launch(self, launch: Launch, params: ctypes.Structure) -> None:
         """Start the kernel on torch's current stream, with one argument passed by value.
@@ -77,8 +81,8 @@ class Kernel:
         self._allow_shared(launch.shared)
         if launch.overlap and not self._can_overlap:
             launch = replace(launch, overlap=False)
-        config, _attributes = _config(launch, torch.cuda.current_stream().cuda_stream)
-        arguments = (ctypes.c_void_p * 1)(ctypes.addressof(params))
+        config, _attributes = _config(launch, stream_handle(self._device))
+        arguments = _Argument(ctypes.addressof(params))
         check(driver().cuLaunchKernelEx(ctypes.byref(config), self._function, arguments, None), self._name)
 
     def resident_clusters(self, launch: Launch) -> int:
@@ -136,6 +140,11 @@ def tensor_map(address: int, shape: tuple[int, int], row_bytes: int, box: tuple[
     return TensorMap.from_buffer_copy(ctypes.string_at(aligned, 128))
 
 
+def stream_handle(device: torch.device) -> int:
+    """The driver's handle of torch's current stream of a device, without the object that `torch.cuda.current_stream` makes for it."""
+    return torch._C._cuda_getCurrentRawStream(torch.cuda.current_device() if device.index is None else device.index)
+
+
 def architecture(device: torch.device) -> str:
     """Target of the compiler for a device, such as `sm_90a`: with the suffix where the device has features of its own."""
     major, minor = torch.cuda.get_device_capability(device)
@@ -155,8 +164,11 @@ def shared_memory_limit(device: torch.device) -> int:
     return value.value
 
 
-def _config(launch: Launch, stream: int) -> tuple[_Config, ctypes.Array[_Attribute]]:
+def _config(launch: Launch, stream: int) -> tuple[_Config, ctypes.Array[_Attribute] | None]:
     """The driver's record of a launch, and what it points to."""
+    grid, block = (launch.grid, 1, 1), (launch.block, 1, 1)
+    if launch.cluster == 1 and not launch.overlap:
+        return _Config(grid=grid, block=block, shared=launch.shared, stream=stream), None
     attributes = (_Attribute * 2)()
     count = 0
     if launch.cluster > 1:
@@ -168,8 +180,8 @@ def _config(launch: Launch, stream: int) -> tuple[_Config, ctypes.Array[_Attribu
         attributes[count].value[0] = 1
         count += 1
     config = _Config(
-        grid=(launch.grid, 1, 1),
-        block=(launch.block, 1, 1),
+        grid=grid,
+        block=block,
         shared=launch.shared,
         stream=stream,
         attributes=ctypes.cast(attributes, ctypes.POINTER(_Attribute)),

@@ -55,6 +55,16 @@ class Layer:
     """Of y."""
 
 
+def columns_of(matrix: Tensor, part: slice) -> Tensor:
+    """The columns of a part: the matrix itself where it has no others, since a view takes the host a good part of a launch."""
+    return matrix if part.start == 0 and part.stop == matrix.shape[1] else matrix[:, part]
+
+
+def rows_of(matrix: Tensor, part: slice) -> Tensor:
+    """As `columns_of`, for rows."""
+    return matrix if part.start == 0 and part.stop == matrix.shape[0] else matrix[part]
+
+
 def flatten(parts: Sequence[AdapterPart]) -> tuple[tuple[Placement, ...], list[Tensor], list[Tensor]]:
     """(placements, distinct A tensors, one B a part)."""
     distinct: list[Tensor] = []

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from qerl.formats import PackedWeight
-from qerl.kernels.fp4_linear.adapter import Placement
+from qerl.kernels.fp4_linear.adapter import Placement, columns_of
 
 _ADAPTERS = 8
 """Arguments in front of the adapters'."""
@@ -69,11 +69,11 @@ class Fp4Linear(torch.autograd.Function):
         for once, a in zip(written, a_RI, strict=True):
             grad_h.append((grad_TO.new_empty if once else grad_TO.new_zeros)(grad_TO.shape[0], a.shape[0]))
         for index, (place, b) in enumerate(zip(ctx.placements, b_OR, strict=True)):
-            part_TO, beta = grad_TO[:, place.rows], float(not written[place.a_index])
-            grad_h[place.a_index][:, place.ranks].addmm_(part_TO, b, beta=beta, alpha=place.scale)
+            part_TO, beta = columns_of(grad_TO, place.rows), float(not written[place.a_index])
+            columns_of(grad_h[place.a_index], place.ranks).addmm_(part_TO, b, beta=beta, alpha=place.scale)
             grad = None
             if needs[_ADAPTERS + ctx.split + index]:
-                h_TR = shrunk[place.a_index][:, place.ranks]
+                h_TR = columns_of(shrunk[place.a_index], place.ranks)
                 grad = b.new_empty(b.shape).addmm_(part_TO.T, h_TR, beta=0.0, alpha=place.scale)
             grad_b.append(grad)
         grad_a = [h.T @ x_TI if needs[_ADAPTERS + index] else None for index, h in enumerate(grad_h)]

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache, lru_cache
 from itertools import accumulate
 
 import torch
@@ -25,7 +25,7 @@ from torch import Tensor
 from qerl.formats import PackedWeight
 from qerl.formats.tiles import ROWS
 from qerl.kernels.cuda import Launch
-from qerl.kernels.fp4_linear.adapter import Placement
+from qerl.kernels.fp4_linear.adapter import Placement, columns_of, rows_of
 from qerl.kernels.fp4_linear.record import side_of
 from qerl.kernels.fp4_linear.reference import add_product
 from qerl.kernels.fp4_linear.shrink import shrink
@@ -77,11 +77,11 @@ def forward(
         _wide(y_TO, x_TI, weight, bias_O, placements, shrunk, b_OR)
         return y_TO, shrunk
     values_OI, alphas = values(weight)
-    with _float32_sums():
+    with _Float32Sums():
         if placements:
             _start(y_TO, bias_O, placements, shrunk, b_OR)
             for rows, alpha in alphas:
-                add_product(y_TO[:, rows], x_TI, values_OI[rows].T, alpha=alpha)
+                add_product(columns_of(y_TO, rows), x_TI, rows_of(values_OI, rows).T, alpha=alpha)
         else:
             _multiply(y_TO, x_TI, values_OI, alphas, bias_O)
     return y_TO, shrunk
@@ -104,7 +104,7 @@ def _worth_more_terms(tokens: int, terms: int, outputs: int, ranks: int, saved: 
 
 
 def _multiply(
-    y_TO: Tensor, x_TI: Tensor, values_OI: Tensor, alphas: list[tuple[slice, float]], bias_O: Tensor | None
+    y_TO: Tensor, x_TI: Tensor, values_OI: Tensor, alphas: Sequence[tuple[slice, float]], bias_O: Tensor | None
 ) -> None:
     """y = x V^T / G + bias. cuBLAS adds the bias itself if all rows have one G (and in float32 if sizes are aligned); it is in the output
     before that otherwise."""
@@ -114,8 +114,9 @@ def _multiply(
         return
     if bias_O is not None:
         y_TO.copy_(bias_O.expand_as(y_TO))
+    beta = float(bias_O is not None)
     for rows, alpha in alphas:
-        add_product(y_TO[:, rows], x_TI, values_OI[rows].T, beta=float(bias_O is not None), alpha=alpha)
+        add_product(columns_of(y_TO, rows), x_TI, rows_of(values_OI, rows).T, beta=beta, alpha=alpha)
 
 
 def _runs(tokens: int) -> Iterator[slice]:
@@ -144,11 +145,11 @@ def _wide(
             inside = slice(max(rows.start, place.rows.start), min(rows.stop, place.rows.stop))
             if inside.start < inside.stop:
                 own = slice(inside.start - place.rows.start, inside.stop - place.rows.start)
-                torch.mul(b[own], place.scale / alpha, out=values_OC[inside, columns])
+                torch.mul(rows_of(b, own), place.scale / alpha, out=values_OC[inside, columns])
     for some in _runs(tokens):
-        x_TC = torch.cat((x_TI[some], *(h[some] for h in shrunk)), dim=1)
-        with _float32_sums():
-            _multiply(y_TO[some], x_TC, values_OC, alphas, bias_O)
+        x_TC = torch.cat((rows_of(x_TI, some), *(rows_of(h, some) for h in shrunk)), dim=1)
+        with _Float32Sums():
+            _multiply(rows_of(y_TO, some), x_TC, values_OC, alphas, bias_O)
 
 
 def input_gradient(grad_TO: Tensor, weight: PackedWeight, grad_h: Sequence[Tensor], a_RI: Sequence[Tensor]) -> Tensor:
@@ -161,16 +162,17 @@ def input_gradient(grad_TO: Tensor, weight: PackedWeight, grad_h: Sequence[Tenso
         for start, a in zip(starts, a_RI, strict=False):
             values_CI[start : start + a.shape[0]] = a
         for some in _runs(tokens):
-            grad_TC = torch.cat((grad_TO[some], *(h[some] / alpha for h in grad_h)), dim=1)
-            with _float32_sums():
-                grad_TI[some].addmm_(grad_TC, values_CI, beta=0.0, alpha=alpha)
+            grad_TC = torch.cat((rows_of(grad_TO, some), *(rows_of(h, some) / alpha for h in grad_h)), dim=1)
+            with _Float32Sums():
+                rows_of(grad_TI, some).addmm_(grad_TC, values_CI, beta=0.0, alpha=alpha)
         return grad_TI
     values_OI, alphas = values(weight)
-    with _float32_sums():
+    with _Float32Sums():
         for index, (h, a) in enumerate(zip(grad_h, a_RI, strict=True)):
             grad_TI.addmm_(h, a, beta=float(index > 0))
         for index, (rows, alpha) in enumerate(alphas):
-            grad_TI.addmm_(grad_TO[:, rows], values_OI[rows], beta=float(index > 0 or len(a_RI) > 0), alpha=alpha)
+            beta = float(index > 0 or len(a_RI) > 0)
+            grad_TI.addmm_(columns_of(grad_TO, rows), rows_of(values_OI, rows), beta=beta, alpha=alpha)
     return grad_TI
 
 
@@ -186,21 +188,22 @@ def adapters_as_rows(tokens: int, weight: PackedWeight, a_RI: Sequence[Tensor]) 
     )
 
 
-@contextmanager
-def _float32_sums() -> Iterator[None]:
-    """No partial sums in bfloat16 inside."""
-    settings = torch.backends.cuda.matmul
-    before = settings.allow_bf16_reduced_precision_reduction
-    settings.allow_bf16_reduced_precision_reduction = False
-    try:
-        yield
-    finally:
-        settings.allow_bf16_reduced_precision_reduction = before
+class _Float32Sums:
+    """No partial sums in bfloat16 inside. A class, since a generator as context manager takes the host twice as long."""
+
+    __slots__ = ("_before",)
+
+    def __enter__(self) -> None:
+        self._before = torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+
+    def __exit__(self, *error: object) -> None:
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = self._before
 
 
 def values(
     weight: PackedWeight, *, rows: int | None = None, columns: int | None = None
-) -> tuple[Tensor, list[tuple[slice, float]]]:
+) -> tuple[Tensor, tuple[tuple[slice, float], ...]]:
     """(V bfloat16 [d_out, d_in], output rows with the same 1 / G, each with it).
 
     V is kept, or in scratch that the next call overwrites. A tiled weight may be given more rows or columns, which are left as they are; it
@@ -211,14 +214,17 @@ def values(
         out_OI = weight.kept_OI
     else:
         out_OI = _unpacked(weight, space.scratch(rows or weight.shape[0], columns or weight.shape[1]))
-    alphas: list[tuple[slice, float]] = []
-    stops = accumulate(weight.segments)
-    for stop, count, alpha in zip(stops, weight.segments, row_alphas(weight), strict=True):
-        start = stop - count
-        if alphas and alphas[-1][1] == alpha:
-            start = alphas.pop()[0].start
-        alphas.append((slice(start, stop), alpha))
-    return out_OI, alphas
+    return out_OI, _joined(weight.segments, row_alphas(weight))
+
+
+@lru_cache(maxsize=1024)
+def _joined(segments: tuple[int, ...], alphas: tuple[float, ...]) -> tuple[tuple[slice, float], ...]:
+    """Rows of neighboring segments with the same 1 / G, each run with it."""
+    found: list[tuple[slice, float]] = []
+    for stop, count, alpha in zip(accumulate(segments), segments, alphas, strict=True):
+        start = found.pop()[0].start if found and found[-1][1] == alpha else stop - count
+        found.append((slice(start, stop), alpha))
+    return tuple(found)
 
 
 def row_alphas(weight: PackedWeight) -> tuple[float, ...]:
@@ -263,6 +269,7 @@ def macros(name: str) -> dict[str, int]:
     return TILED[name].macros(_STRIDE)
 
 
+@cache
 def code(name: str) -> Code:
     """What dequantizes the format called `name`."""
     return Code("dequantize", tuple(macros(name).items()))
@@ -283,13 +290,6 @@ def dequantize_tiles(weight: PackedWeight, out_OI: Tensor) -> Tensor:
     tiles = weight.tensors["tiles"]
     row_tiles, units, _ = tiles.shape
     space = workspace(weight.device)
-    tile = TILED[weight.format]
-    most = space.multiprocessors * (_BLOCKS_WITH_TABLE if tile.looks_up else _BLOCKS_A_MULTIPROCESSOR)
-    launch = Launch(
-        grid=min(-(-row_tiles * units * 32 // _THREADS), most),
-        block=_THREADS,
-        shared=_STAGED_BYTES + tile.table_bytes(_STRIDE),
-    )
     params = _Params(
         tiles.data_ptr(),
         out_OI.data_ptr(),
@@ -300,8 +300,19 @@ def dequantize_tiles(weight: PackedWeight, out_OI: Tensor) -> Tensor:
         row_tiles,
         SCALE_BASE,
     )
-    compiled(weight.device, *code(weight.format)).launch(launch, params)
+    launch = _launch(weight.format, row_tiles * units, space.multiprocessors)
+    compiled(space.device, *code(weight.format)).launch(launch, params)
     return out_OI
+
+
+@cache
+def _launch(name: str, tiles: int, multiprocessors: int) -> Launch:
+    """The geometry of dequantizing so many tiles of a format."""
+    tile = TILED[name]
+    most = multiprocessors * (_BLOCKS_WITH_TABLE if tile.looks_up else _BLOCKS_A_MULTIPROCESSOR)
+    return Launch(
+        grid=min(-(-tiles * 32 // _THREADS), most), block=_THREADS, shared=_STAGED_BYTES + tile.table_bytes(_STRIDE)
+    )
 
 
 def _start(
@@ -316,7 +327,7 @@ def _start(
     if covered < y_TO.shape[1]:
         y_TO.copy_(bias_O.expand_as(y_TO)) if bias_O is not None else y_TO.zero_()
     for place, b in zip(placements, b_OR, strict=True):
-        part_TO, h_TR = y_TO[:, place.rows], shrunk[place.a_index][:, place.ranks]
+        part_TO, h_TR = columns_of(y_TO, place.rows), columns_of(shrunk[place.a_index], place.ranks)
         if bias_O is None:
             add_product(part_TO, h_TR, b.T, beta=0.0, alpha=place.scale)
         elif y_TO.dtype != h_TR.dtype:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from qerl.formats import PackedWeight, get_format
-from qerl.kernels.fp4_linear.adapter import Placement
+from qerl.kernels.fp4_linear.adapter import Placement, columns_of
 
 
 def forward(
@@ -33,7 +33,8 @@ def forward(
     y_TO = _base(x_TI, weight, bias_O, dense_OI, dtype)
     inner = shrunk(x_TI, weight, placements, a_RI, b_OR, dense_OI)
     for place, b in zip(placements, b_OR, strict=True):
-        add_product(y_TO[:, place.rows], inner[place.a_index][:, place.ranks], b.T, alpha=place.scale)
+        h_TR = columns_of(inner[place.a_index], place.ranks)
+        add_product(columns_of(y_TO, place.rows), h_TR, b.T, alpha=place.scale)
     return y_TO.to(dtype), inner
 
 

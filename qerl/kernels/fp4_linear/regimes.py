@@ -24,6 +24,9 @@ KEPT_ROWS, KEPT_ROWS_OF_BASE = range(17, 2049), range(17, 257)
 """Numbers of rows of x for which the kernel that reads kept V is fastest, with and without adapters. V is kept of small weights alone; above,
 without adapters, dense multiplies with it."""
 
+MOST_ROWS = max(MIDDLE_ROWS, DECODE_ROWS_WITHOUT_MIDDLE, KEPT_ROWS.stop - 1)
+"""Rows of x above which no device and no weight has another kernel than dense."""
+
 
 def preferred(
     rows: int, numbers: int, capability: tuple[int, int], *, kept: bool = False, adapters: bool = True

@@ -34,7 +34,7 @@ def shrink(x_TI: Tensor, a_RI: Tensor) -> Tensor:
 
     cuBLAS cuts the long sums of so few outputs into parts, which it would round too; so it gives its sums in float32.
     """
-    if torch.cuda.get_device_capability(x_TI.device) != (9, 0) or not 0 < x_TI.shape[0] <= MOST_ROWS:
+    if not 0 < x_TI.shape[0] <= MOST_ROWS or torch.cuda.get_device_capability(x_TI.device) != (9, 0):
         return torch.mm(x_TI, a_RI.T, out_dtype=torch.float32).to(torch.bfloat16)
     x_TI, a_RI = x_TI.contiguous(), a_RI.contiguous()
     (tokens, inputs), ranks = x_TI.shape, a_RI.shape[0]

@@ -16,7 +16,15 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from qerl.formats import PackedWeight
-from qerl.kernels.cuda import Kernel, Launch, architecture, compile_cuda, multiprocessors, shared_memory_limit
+from qerl.kernels.cuda import (
+    Kernel,
+    Launch,
+    architecture,
+    compile_cuda,
+    multiprocessors,
+    shared_memory_limit,
+    stream_handle,
+)
 from qerl.kernels.fp4_linear.geometry import Geometry
 from qerl.kernels.fp4_linear.tiled import TILED
 
@@ -47,8 +55,8 @@ class Workspace:
         self._scratch: Tensor | None = None
         self._counters: Tensor | None = None
         self._sums: Tensor | None = None
-        self._stream: torch.cuda.Stream | None = None
-        """The stream of the last call outside a capture."""
+        self._stream: tuple[int, torch.cuda.Stream] | None = None
+        """The stream of the last call outside a capture, with its handle in front."""
         self._kept: list[Tensor] = []
         """Counters of captures that were the first to ask: of the graph's memory, which must not go to anything else."""
         self._alphas: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -94,14 +102,17 @@ class Workspace:
 
     def _take_turn(self) -> None:
         """Let the current stream, if it is another than that of the last call, wait for what that one was given."""
+        handle = stream_handle(self.device)
+        if self._stream is not None and handle == self._stream[0]:
+            return
         stream = torch.cuda.current_stream(self.device)
-        if self._stream is not None and stream != self._stream:
-            stream.wait_stream(self._stream)
+        if self._stream is not None:
+            stream.wait_stream(self._stream[1])
             for buffer in (self._scratch, self._counters, self._sums):
                 if buffer is not None:
                     # Freed, its memory goes to nobody before this stream is done with it, either.
                     buffer.record_stream(stream)
-        self._stream = stream
+        self._stream = handle, stream
 
     def release(self) -> None:
         """Give the scratch back to torch's allocator; the next use takes it again."""
@@ -112,9 +123,10 @@ class Workspace:
         scale = weight.tensors.get("global_scale")
         if scale is None:
             return (1.0 / TILED[weight.format].divisor,) * len(weight.segments)
-        if scale not in self._alphas:
-            self._alphas[scale] = tuple((1.0 / scale.double()).tolist())
-        return self._alphas[scale]
+        found = self._alphas.get(scale)
+        if found is None:
+            found = self._alphas[scale] = tuple((1.0 / scale.double()).tolist())
+        return found
 
     def resident_clusters(self, launch: Launch) -> int:
         """Most clusters of this geometry that run at the same time on the whole device."""

@@ -66,6 +66,8 @@ def regime_of(
     x_TI: Tensor, weight: PackedWeight, placements: Sequence[Placement], a_RI: Sequence[Tensor], b_OR: Sequence[Tensor]
 ) -> str:
     """The kernel that takes a call which is `fast`: the first of `regimes.preferred` that can."""
+    if x_TI.shape[0] > regimes.MOST_ROWS:
+        return regimes.DENSE
     takes = {regimes.DECODE: decode.takes, regimes.MIDDLE: middle.takes, regimes.KEPT: kept.takes}
     numbers, capability = weight.shape[0] * weight.shape[1], torch.cuda.get_device_capability(x_TI.device)
     options = {"kept": weight.kept_OI is not None, "adapters": bool(placements)}
