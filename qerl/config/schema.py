@@ -57,7 +57,7 @@ class QuantConfig(Section):
     overrides: dict[str, Format] = {}
     """Format by module pattern, e.g. `{"layers.0.*": bf16}`, matched against names such as `layers.0.mlp.down_proj`; the last match wins. q/k/v, and gate/up, of one layer must agree; a pattern that matches nothing is an error."""
     dense_cache: Literal["auto", "on", "off"] = "auto"
-    """Keep a dequantized copy of each weight beside the packed one. On a GPU in bfloat16 it is kept of weights of less than 10 million numbers (every one of a 0.5B model) and is what the kernels multiply with: nothing is rounded for it, and they are faster from 17 rows on. `auto`: on for the CPU, where unpacking costs more than the product, and for a GPU where every weight is that small, the copies take at most 5 % of the memory budget and the rest of the plan stays as it is (a plan is made for training; without one, off). An unquantized weight that small needs no copy, and the kernel reads it unless `off`."""
+    """Keep a dequantized copy of each weight beside the packed one. On a GPU in bfloat16 it is kept of weights of less than 10 million numbers (every one of a 0.5B model) and is what the kernels multiply with: nothing is rounded for it, and they are faster from 17 rows on. `auto`: on for the CPU, where unpacking costs more than the product, and for a GPU where every weight is that small, the copies take at most 5 % of the memory budget and the rest of the plan stays as it is (a plan is made for training; without one, off). An unquantized weight that small needs no copy, and the kernel reads it unless `off`, which is also what `auto` becomes where a plan keeps no copies of other weights beside it."""
 
     @model_validator(mode="after")
     def _check(self) -> QuantConfig:

@@ -281,6 +281,20 @@ def test_settings_that_fit_together_do_and_none_of_them_is_needless(settings, gi
     assert memory.together(asked, spec, budget(3), device_type="cuda") is None
 
 
+def test_half_a_pass_is_advised_before_activations_in_host_memory():
+    """Where either is enough."""
+    settings = (
+        "train.token_budget=65536",
+        "train.checkpointing=full",
+        "rollout.kv_cache_gb=1",
+        "rollout.max_num_seqs=8",
+    )
+    asked, spec, bound = configured(*settings), qwen("7b"), budget(24)
+    ways = {"train.token_budget": 32768}, {"train.activation_offloading": True}
+    assert not fits(asked, spec, bound) and all(fits(memory.advice.altered(asked, way), spec, bound) for way in ways)
+    assert memory.together(asked, spec, bound, device_type="cuda") == "train.token_budget=32768"
+
+
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
 
