@@ -10,8 +10,8 @@ One row is one decoder layer (q k v fused, o, gate up fused, down; bias on q k v
 decile. "lora" of cuBLAS and of other libraries (`--peers`, at ``PEER_ROWS`` with the first rank) is h = x A^T and y += scale * h B^T behind
 their product. Weights of a timed layer are random bytes (speed does not depend on the values). `--sizes` are measured at all `--rows` with the first of the ranks, and
 with the other ranks at `--rank-rows`; `--few-sizes` at ``FEW_ROWS``. `--cells` names all that is wanted by itself: SIZE/RANK/ROWS[/FORMATS[/PEERS]], measured in that order (sizes and heads are then those that
-are asked for). LM heads: float32 logits of a bfloat16, FP8 and NVFP4 head; `fp8+tiles` and
-`fp8+dense` are those of an FP8 head in tiles, the latter unpacked for cuBLAS. `--seconds` bounds the whole run: what the time does not
+are asked for). LM heads: float32 logits of a bfloat16, FP8 and NVFP4 head; `fp8` is in the order of the device,
+`fp8+natural` and `fp8+tiles` in this one, and `fp8+dense` in tiles that are unpacked for cuBLAS. `--seconds` bounds the whole run: what the time does not
 suffice for is left out from the end, and the file is written after every row. Before any figure of a size and rank, every kernel is compared with float64 on quantized
 weights; what fails is in the file as such, the rest goes on, and the exit status is 1. Floors come from a copy and a matrix product in the same run, and a floor counts 4.5 bits a weight. ``--tiny`` runs all of it on the CPU with toy shapes.
 """
