@@ -10,11 +10,12 @@ from qerl.config.schema import Config
 from qerl.kernels.fp4_linear import Layer, compile_ahead, served
 from qerl.model.decoder import Decoder, DecoderLayer
 from qerl.model.linear import GroupedLinear
+from qerl.train.noise.ahead import meet_noise
 
 
 def compile_kernels(config: Config, model: Decoder) -> str | None:
     """Have the kernels that products with the model's packed weights may ask for: a training pass, like a prefill, has any number of tokens up to
-    the budget. Nothing where the CUDA kernels do not multiply.
+    the budget; and those of the noise that a run begins without. Nothing where the CUDA kernels do not multiply.
 
     Returns:
         Why they could not be made ahead, for a warning; a product that needs one has it made then, or says what is missing. None where all is well.
@@ -25,6 +26,7 @@ def compile_kernels(config: Config, model: Decoder) -> str | None:
         layers = list(different_layers(model, reference=config.objective.kl_coef > 0.0))
         if layers:
             compile_ahead(layers, config.pass_tokens)
+        meet_noise(config, model)
     except Exception as error:  # noqa: BLE001 (a run does not depend on it)
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         return f"kernels were not compiled before the first step, which makes them as they are met: {reason}"

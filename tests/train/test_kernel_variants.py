@@ -29,6 +29,7 @@ from qerl.objective.batch import Sample
 from qerl.records import Completion, Prompt, SamplingSpec
 from qerl.rollout.engine import BUCKETS, Engine
 from qerl.train.learn import learn
+from qerl.train.noise.ahead import meet_noise
 from qerl.train.optimizer import make_optimizer
 from qerl.train.timing import StageTimer
 
@@ -118,6 +119,41 @@ def test_a_training_pass_meets_as_many_variants_as_its_flags_and_no_more_for_its
             learn(config, model, optimizer, answers(rng), noise=noise, completed=step, timer=StageTimer())
     assert variants.counts() == EXPECTED[scope], variants.differences()
     assert variants.launches["rms_norm.triton._forward"] > 50
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+@pytest.mark.parametrize("scope", ["rollout", "response", "token"])
+def test_noise_asks_nothing_of_a_compiler_that_was_not_asked_before_the_first_step(folder, scope, checkpointing):
+    noisy = [f"aqn.scope={scope}", "aqn.sites=[attn_norm,mlp_norm]", f"train.checkpointing={checkpointing}"]
+    config = load_config(None, [*SETTINGS, "aqn.prompt=noisy", *noisy])
+    model = load_tiny(folder, lora=config.lora, dtype=torch.bfloat16, float32_stream=True)
+    optimizer = make_optimizer(model.trainable_parameters(), config.optim)
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    with recorded(*OPERATIONS) as early:
+        meet_noise(config, model, sizes=(32, 96))
+    assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    state = NoiseState(
+        seed=0, rollout=1, scope=scope, stage=1, sigma=0.1, sites=("attn_norm", "mlp_norm"), group_size=4
+    )
+    rng = random.Random(0)
+    with recorded(*OPERATIONS) as late:
+        noise = state.materialize(model)
+        for step in range(3):
+            learn(config, model, optimizer, answers(rng), noise=noise, completed=step, timer=StageTimer())
+    for name in ("rms_norm.triton._forward", "rms_norm.triton._backward", "philox.triton._normal_rows"):
+        assert late.keys[name] <= early.keys[name], name
+    assert len(early.keys["rms_norm.triton._backward"]) >= 3 and (
+        early.keys["philox.triton._normal_rows"] or scope == "token"
+    )
+
+
+def test_a_run_without_noise_draws_none_before_its_first_step(folder):
+    config = load_config(None, [*SETTINGS, "aqn.enabled=false"])
+    model = load_tiny(folder, lora=config.lora, dtype=torch.bfloat16)
+    with recorded(*OPERATIONS) as early:
+        meet_noise(config, model)
+    assert not early.keys
 
 
 def test_prefill_passes_of_any_size_meet_the_same_variants(folder):
