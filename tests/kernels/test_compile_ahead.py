@@ -125,7 +125,9 @@ def test_products_of_any_number_of_rows_run_what_was_compiled_ahead(hopper, caps
     assert sorted(hopper.compiled) == sorted(hopper.loaded) and len(set(hopper.loaded)) == len(hopper.loaded)
     assert ("dequantize" in {code.name for code in hopper.loaded}) == (keep != "bf16")
     assert bool(variants.keys) == bool(keep)
-    assert "kernels of linear layers for any number of tokens:" in capsys.readouterr().err
+    # Triton compiles nothing here, so that what it has to is not told.
+    told = "kernels of linear layers for any number of tokens:" in capsys.readouterr().err
+    assert told == bool(hopper.loaded) == (keep != "bf16")
 
 
 def test_a_pass_of_few_rows_needs_no_code_of_many(hopper):

@@ -63,6 +63,7 @@ def case(segments, d_in, rank, members, tokens):
         ((50,), 72, 20, (0,), 33),
         ((50,), 72, 0, (), 17),
         ((64, 64), 64, 16, (), 3),
+        ((64, 32, 32), 136, 32, (0, 1, 2), 1),
     ],
 )
 def test_products_agree_with_float64(counters, segments, d_in, rank, members, tokens, splits):
@@ -81,6 +82,17 @@ def test_products_agree_with_float64(counters, segments, d_in, rank, members, to
         y = kept.run(*(x, values, bias, pieces, placements, a, b, replace(shape, splits=splits)), dtype=torch.float32)
         assert (y.double() - exact).norm() < 1e-4 * exact.norm()
     assert not counters.any(), "left as they were"
+
+
+def test_one_row_is_read_whatever_torch_says_of_its_way_to_the_next(counters):
+    x, values, _, weight, _ = case((64,), 72, 0, (), 1)
+    odd = x.as_strided((1, 72), (1, 1))
+    pieces = pieces_of(weight, (), (1.0,))
+    y = [
+        kept.run(one, values, None, pieces, (), [], [], Shape(16, 32, 64, 2, 4), dtype=torch.float32)
+        for one in (x, odd)
+    ]
+    assert torch.equal(*y) and y[0].any()
 
 
 def test_pieces_end_where_the_divisor_or_the_adapter_changes():

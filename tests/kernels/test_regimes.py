@@ -50,6 +50,12 @@ def test_kept_values_are_read_on_hopper_alone_and_the_gate_asks_all_that_reads_t
     assert first(1000, numbers, (9, 0), kept=True) == KEPT
     base = regimes.preferred(1000, numbers, (9, 0), kept=True, adapters=False)
     assert base == regimes.preferred(1000, numbers, (9, 0)), "cuBLAS multiplies with kept V"
+    # Without tiles nothing else reads few rows; without adapters, too, one product of cuBLAS's is as fast.
+    for rows, adapters, expected in ((1, True, KEPT), (2048, True, KEPT), (16, False, DENSE), (17, False, KEPT)):
+        found = regimes.preferred(rows, numbers, (9, 0), kept=True, adapters=adapters, tiled=False)
+        assert found == (() if expected == DENSE else (KEPT,))
+    for capability in ((9, 0), (8, 0)):
+        assert not any(regimes.preferred(rows, numbers, capability, tiled=False) for rows in (1, 17, 100, 5000))
     # What the kernel refuses goes where it went.
     assert regimes.preferred(100, numbers, (9, 0), kept=True)[1:] == regimes.preferred(100, numbers, (9, 0))
 

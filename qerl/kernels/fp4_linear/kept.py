@@ -236,7 +236,8 @@ def _launch(
         counters = workspace(x_TI.device).counters()
 
     def tiles_of(matrix: Tensor, rows: int) -> TensorDescriptor:
-        return TensorDescriptor.from_tensor(matrix, [rows, shape.depth])
+        # All are contiguous; what torch says of one row's way to the next may be anything.
+        return TensorDescriptor(matrix, list(matrix.shape), [d_in, 1], [rows, shape.depth])
 
     filled = [pieces[min(index, len(pieces) - 1)] for index in range(MOST_PIECES)]
     places = [None if piece.part == NO_ADAPTER else placements[piece.part] for piece in filled]

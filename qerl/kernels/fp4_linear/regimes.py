@@ -23,22 +23,35 @@ DECODE_ROWS_WITHOUT_MIDDLE = 64
 KEPT_ROWS, KEPT_ROWS_OF_BASE = range(17, 2049), range(17, 257)
 """Numbers of rows of x for which the kernel that reads kept V is fastest, with and without adapters. V is kept of small weights alone; above,
 without adapters, dense multiplies with it."""
+KEPT_ROWS_WITHOUT_TILES = range(1, KEPT_ROWS.stop)
+"""The same with adapters, of a weight that has no tiles for decode to read (an unquantized one): what is left to fewer rows is cuBLAS and the adapters'
+products, which take twice as long as the kernel at 32 rows, and it has as many tiles at any number up to 64."""
 
 MOST_ROWS = max(MIDDLE_ROWS, DECODE_ROWS_WITHOUT_MIDDLE, KEPT_ROWS.stop - 1)
 """Rows of x above which no device and no weight has another kernel than dense."""
 
 
 def preferred(
-    rows: int, numbers: int, capability: tuple[int, int], *, kept: bool = False, adapters: bool = True
+    rows: int,
+    numbers: int,
+    capability: tuple[int, int],
+    *,
+    kept: bool = False,
+    adapters: bool = True,
+    tiled: bool = True,
 ) -> tuple[str, ...]:
     """The kernels to ask for `rows` rows of x and a weight of `numbers` numbers on a device, in turn; dense takes what they leave.
 
     Args:
         kept: V is kept.
         adapters: there are adapters.
+        tiled: the weight has tiles; of another, V alone can be read.
     """
-    if kept and capability == HOPPER and rows in (KEPT_ROWS if adapters else KEPT_ROWS_OF_BASE):
-        return (KEPT, *preferred(rows, numbers, capability))
+    of_kept = (KEPT_ROWS if tiled else KEPT_ROWS_WITHOUT_TILES) if adapters else KEPT_ROWS_OF_BASE
+    if kept and capability == HOPPER and rows in of_kept:
+        return (KEPT, *preferred(rows, numbers, capability, tiled=tiled))
+    if not tiled:
+        return ()
     decode = (DECODE,) if rows <= DECODE_ROWS_WITHOUT_MIDDLE else ()
     most = MIDDLE_ROWS_OF_SMALL if numbers < SMALL_WEIGHT else MIDDLE_ROWS
     if capability != HOPPER or rows > most:

@@ -70,11 +70,9 @@ def regime_of(
         return regimes.DENSE
     takes = {regimes.DECODE: decode.takes, regimes.MIDDLE: middle.takes, regimes.KEPT: kept.takes}
     numbers, capability = weight.shape[0] * weight.shape[1], torch.cuda.get_device_capability(x_TI.device)
-    options = {"kept": weight.kept_OI is not None, "adapters": bool(placements)}
+    options = {"kept": weight.kept_OI is not None, "adapters": bool(placements), "tiled": weight.order == "tiles"}
     for regime in regimes.preferred(x_TI.shape[0], numbers, capability, **options):
-        # Of a weight without tiles, V alone can be read.
-        readable = regime == regimes.KEPT or weight.order == "tiles"
-        if readable and takes[regime](x_TI, weight, placements, a_RI, b_OR):
+        if takes[regime](x_TI, weight, placements, a_RI, b_OR):
             return regime
     return regimes.DENSE
 
