@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
-from benchmarks.training import GB, operations, rated, synchronize
+from benchmarks.training import operations, rated, synchronize
 from qerl.config.schema import PROJECTIONS
 from qerl.model.spec import ModelSpec
+from qerl.units import GB
 
 ANSWERS = 8
 """Of an update, as in ``step.py``."""

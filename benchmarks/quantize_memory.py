@@ -23,6 +23,7 @@ if __name__ == "__main__" and not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from benchmarks.stored import write_result
+from qerl.units import GB
 
 SHAPES: dict[str, dict[str, int]] = {
     "32b": {"hidden_size": 5120, "intermediate_size": 27648, "num_attention_heads": 40, "num_key_value_heads": 8},
@@ -32,7 +33,6 @@ SHAPES: dict[str, dict[str, int]] = {
     "tiny": {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2},
 }
 """Shapes of the Qwen2.5 family; the vocabulary is that of the packaged model, whose tokenizer is used."""
-GB = 1e9
 
 
 def write_model(folder: Path, shape: str, layers: int, shard_bytes: float) -> int:

@@ -44,6 +44,7 @@ from qerl.model.decoder import Decoder
 from qerl.model.spec import ModelSpec
 from qerl.records import Prompt, SamplingSpec
 from qerl.rollout.engine import Engine
+from qerl.units import GB
 
 BANDWIDTH, COMPUTE = 4.28e12, 790e12
 """Of one H200: bytes a second of a copy, operations a second of a bfloat16 product, both measured."""
@@ -160,7 +161,7 @@ def steps(
         "seconds_whole_and_prefill": whole,
         "floor_ms": floor,
         "of_floor": floor / ms,
-        "peak_gb": torch.cuda.max_memory_allocated() / 1e9 if cuda else None,
+        "peak_gb": torch.cuda.max_memory_allocated() / GB if cuda else None,
         "first_call_graph_seconds": first["graph_seconds"],
         "first_call_seconds": first["seconds"],
         **(
@@ -188,7 +189,7 @@ def realistic(model: Decoder, noise: Any, calls: int) -> dict[str, Any]:
             prompts, SamplingSpec(max_new_tokens=longest, seed=seed), group_size=8, noise=noise, limits=lengths
         )
         results.append(stats)
-    peak = torch.cuda.max_memory_allocated() / 1e9 if model.device.type == "cuda" else None
+    peak = torch.cuda.max_memory_allocated() / GB if model.device.type == "cuda" else None
     return {"mean_length": statistics.mean(lengths), "longest": max(lengths), "peak_gb": peak, "calls": results}
 
 

@@ -41,7 +41,6 @@ from benchmarks.phases import MICRO_BATCH, Case, Run
 from benchmarks.stored import made_by, write_result
 from benchmarks.timing import require_gpu
 from benchmarks.training import (
-    GB,
     STAGES,
     cap,
     clear,
@@ -56,6 +55,7 @@ from qerl.errors import MissingDependencyError
 from qerl.records import Completion
 from qerl.report.speedup import speed_up
 from qerl.train.timing import StageTimer
+from qerl.units import GB
 
 PROMPT, ANSWER = 128, 1920
 

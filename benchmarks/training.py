@@ -21,9 +21,9 @@ from qerl.records import Completion, Prompt
 from qerl.train.learn import learn
 from qerl.train.optimizer import MasterOptimizer
 from qerl.train.timing import StageTimer
+from qerl.units import GB
 
 PEAK_FLOPS = 790e12
-GB = 1e9
 STAGES = ("logprobs", "backward", "optimizer")
 TINY = {
     "model_type": "qwen2",
