@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from qerl.formats import get_format
+from qerl.formats import PackedWeight, get_format
 from qerl.kernels.cuda import driver
 from qerl.kernels.cuda.driver import Launch
 from qerl.kernels.fp4_linear import AdapterPart, dense, regimes
@@ -116,6 +116,29 @@ def test_input_gradients_are_through_weight_and_adapters(emulated, monkeypatch, 
     # Rows beside those of a weight have one divisor.
     beside = way == "beside" and len(weight.segments) == 1 and members != ()
     assert emulated == [(weight.shape[0] + (len(a_RI[0]) if beside else 0), weight.shape[1])]
+
+
+@pytest.mark.parametrize(("name", "members"), [("q k v", None), ("q k v", (0, 2)), ("down", None), ("gate up", ())])
+@pytest.mark.parametrize("biased", [False, True])
+def test_an_unquantized_weight_is_multiplied_as_it_is(emulated, monkeypatch, name, members, biased):
+    """It is its own V: nothing is dequantized, no sum is divided, and no adapter stands beside it."""
+    _, matrix_OI, x, bias, parts = made(name, members)
+    lay(monkeypatch, "beside")
+    segments = SHAPES[name][0]
+    plain = PackedWeight(format="bf16", shape=tuple(matrix_OI.shape), tensors={"weight": matrix_OI}, segments=segments)
+    weight = dense.keep(plain)
+    assert weight.kept_OI is matrix_OI and weight.nbytes() == plain.nbytes()
+    placements, a_RI, b_OR = flatten(parts)
+    y, _ = dense.forward(x, weight, bias if biased else None, placements, a_RI, b_OR, dtype=torch.float64)
+    exact = x @ matrix_OI.T + (bias if biased else 0.0)
+    for part in parts:
+        a = part.a_RI[part.rank_start : part.rank_start + RANK]
+        exact[:, part.start : part.stop] += part.scale * x @ a.T @ part.b_OR.T
+    torch.testing.assert_close(y, exact)
+    grad_h = [y[:, : len(a)] for a in a_RI]
+    through = sum((h @ a for h, a in zip(grad_h, a_RI, strict=True)), y @ matrix_OI)
+    torch.testing.assert_close(dense.input_gradient(y, weight, grad_h, a_RI), through)
+    assert emulated == []
 
 
 def test_neighboring_parts_with_one_divisor_are_one_run_of_rows():
