@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 import test_fp4_linear_gpu
+import torch
 
-from qerl.kernels.fp4_linear import regimes
+from qerl.formats import PackedWeight
+from qerl.kernels.fp4_linear import cuda, regimes
 from qerl.kernels.fp4_linear.regimes import DECODE, DENSE, KEPT, MIDDLE
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -58,6 +60,31 @@ def test_kept_values_are_read_on_hopper_alone_and_the_gate_asks_all_that_reads_t
         assert not any(regimes.preferred(rows, numbers, capability, tiled=False) for rows in (1, 17, 100, 5000))
     # What the kernel refuses goes where it went.
     assert regimes.preferred(100, numbers, (9, 0), kept=True)[1:] == regimes.preferred(100, numbers, (9, 0))
+
+
+@pytest.mark.parametrize(
+    ("name", "head", "most"),
+    [
+        ("nvfp4", False, 16),
+        ("mxfp4", False, 16),
+        ("nf4", False, 8),
+        ("nf4_dq", False, 8),
+        ("nvfp4", True, 8),
+        ("fp8", True, 8),
+    ],
+)
+def test_decode_ends_earlier_where_a_tile_costs_it_more_and_of_heads(monkeypatch, name, head, most):
+    weight = PackedWeight(
+        format=name, shape=(40_000, 896), tensors={"tiles": torch.empty(1)}, segments=(40_000,), order="tiles"
+    )
+    for module in (cuda.decode, cuda.middle):
+        monkeypatch.setattr(module, "takes", lambda *call: True)
+    for capability, after in (((9, 0), MIDDLE), ((8, 0), DECODE)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, has=capability: has)
+        found = [
+            cuda.regime_of(torch.empty(rows, 896), weight, (), (), (), head=head) for rows in (1, most, most + 1, 64)
+        ]
+        assert found == [DECODE, DECODE, after, after]
 
 
 @pytest.mark.parametrize("capability", [(9, 0), (8, 0), (10, 0)])

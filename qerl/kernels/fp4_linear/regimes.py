@@ -13,6 +13,10 @@ DECODE, MIDDLE, KEPT, DENSE = "decode", "middle", "kept", "dense"
 HOPPER = (9, 0)
 DECODE_ROWS = 16
 """Rows of x up to which decode is fastest where there is a middle kernel."""
+DECODE_ROWS_OF = {"nf4": 8, "nf4_dq": 8, "fp8": 8}
+"""The same of formats of which a tile costs decode more: looked up, or a byte a number."""
+DECODE_ROWS_OF_HEAD = 8
+"""The same of an LM head: outputs of twice the bytes, and no adapters that the middle kernel would wait for."""
 MIDDLE_ROWS = 1024
 """Rows of x up to which the middle kernel is faster than dense."""
 SMALL_WEIGHT, MIDDLE_ROWS_OF_SMALL = 10_000_000, 128
@@ -39,6 +43,7 @@ def preferred(
     kept: bool = False,
     adapters: bool = True,
     tiled: bool = True,
+    few: int = DECODE_ROWS,
 ) -> tuple[str, ...]:
     """The kernels to ask for `rows` rows of x and a weight of `numbers` numbers on a device, in turn; dense takes what they leave.
 
@@ -46,17 +51,18 @@ def preferred(
         kept: V is kept.
         adapters: there are adapters.
         tiled: the weight has tiles; of another, V alone can be read.
+        few: rows up to which decode is asked before the middle kernel.
     """
     of_kept = (KEPT_ROWS if tiled else KEPT_ROWS_WITHOUT_TILES) if adapters else KEPT_ROWS_OF_BASE
     if kept and capability == HOPPER and rows in of_kept:
-        return (KEPT, *preferred(rows, numbers, capability, tiled=tiled))
+        return (KEPT, *preferred(rows, numbers, capability, tiled=tiled, few=few))
     if not tiled:
         return ()
     decode = (DECODE,) if rows <= DECODE_ROWS_WITHOUT_MIDDLE else ()
     most = MIDDLE_ROWS_OF_SMALL if numbers < SMALL_WEIGHT else MIDDLE_ROWS
     if capability != HOPPER or rows > most:
         return decode
-    return (DECODE, MIDDLE) if rows <= DECODE_ROWS else (MIDDLE, *decode)
+    return (DECODE, MIDDLE) if rows <= few else (MIDDLE, *decode)
 
 
 def one_of_each(capability: tuple[int, int], *, kept: bool = False) -> tuple[int, ...]:

@@ -63,15 +63,22 @@ def shrunk(
 
 
 def regime_of(
-    x_TI: Tensor, weight: PackedWeight, placements: Sequence[Placement], a_RI: Sequence[Tensor], b_OR: Sequence[Tensor]
+    x_TI: Tensor,
+    weight: PackedWeight,
+    placements: Sequence[Placement],
+    a_RI: Sequence[Tensor],
+    b_OR: Sequence[Tensor],
+    *,
+    head: bool = False,
 ) -> str:
-    """The kernel that takes a call which is `fast`: the first of `regimes.preferred` that can."""
+    """The kernel that takes a call which is `fast`, or of an LM `head` one of `float32_product`: the first of `regimes.preferred` that can."""
     if x_TI.shape[0] > regimes.MOST_ROWS:
         return regimes.DENSE
     takes = {regimes.DECODE: decode.takes, regimes.MIDDLE: middle.takes, regimes.KEPT: kept.takes}
     numbers, capability = weight.shape[0] * weight.shape[1], torch.cuda.get_device_capability(x_TI.device)
     options = {"kept": weight.kept_OI is not None, "adapters": bool(placements), "tiled": weight.order == "tiles"}
-    for regime in regimes.preferred(x_TI.shape[0], numbers, capability, **options):
+    few = regimes.DECODE_ROWS_OF.get(weight.format, regimes.DECODE_ROWS_OF_HEAD if head else regimes.DECODE_ROWS)
+    for regime in regimes.preferred(x_TI.shape[0], numbers, capability, few=few, **options):
         if takes[regime](x_TI, weight, placements, a_RI, b_OR):
             return regime
     return regimes.DENSE
@@ -91,8 +98,8 @@ def input_gradient(
 
 
 def float32_product(x_TI: Tensor, weight: PackedWeight) -> Tensor | None:
-    """x W_hat^T [T, O] in float32 for a tiled weight and bfloat16 x, where a kernel that reads the tiles has the call; None elsewhere."""
-    regime = regime_of(x_TI, weight, (), (), ())
+    """x W_hat^T [T, O] in float32, logits, for a tiled weight and bfloat16 x, where a kernel that reads the tiles has the call; None elsewhere."""
+    regime = regime_of(x_TI, weight, (), (), (), head=True)
     if regime == regimes.DECODE:
         return decode.product(x_TI, weight, None, (), (), (), dtype=torch.float32)
     if regime == regimes.MIDDLE:
