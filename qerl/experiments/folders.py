@@ -14,6 +14,8 @@ from qerl.experiments.summary import SUMMARY_FILE, load_summary
 from qerl.metrics.files import write_json
 from qerl.metrics.run_dir import MATRIX_NAME, RunDir
 
+CELL_KEYS = ("state", "arm", "seed", "phase", "axes", "error", "collapse", "own_process", "shared_device")
+"""What the manifest knows of a cell and ``results/`` keeps."""
 PLAN_KEYS = ("schema", "matrix", "plan", "detectable", "matched", "choices")
 
 
@@ -69,7 +71,7 @@ def _known(
     name: str, entry: dict[str, Any], summary: dict[str, Any], labels: Mapping[str, str | None]
 ) -> dict[str, Any]:
     """What the manifest knows better than a summary that may be older."""
-    facts = {key: entry[key] for key in ("arm", "seed", "phase", "axes", "state", "collapse") if key in entry}
+    facts = {key: entry[key] for key in CELL_KEYS if key in entry}
     own = summary.get("label") if summary.get("arm") == facts.get("arm") and summary.get("steps") else None
     label = own or labels.get(str(facts.get("arm"))) or facts.get("arm")
     error = entry.get("error") or entry.get("problem") or summary.get("error")
@@ -98,11 +100,7 @@ def export_summaries(collection: Collection, results: Path) -> list[Path]:
 
 
 def _state(cell: dict[str, Any]) -> dict[str, Any]:
-    return {
-        key: cell[key]
-        for key in ("state", "arm", "seed", "phase", "axes", "error", "collapse")
-        if cell.get(key) is not None
-    }
+    return {key: cell[key] for key in CELL_KEYS if cell.get(key) is not None}
 
 
 def _compact(path: Path) -> None:

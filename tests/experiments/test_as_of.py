@@ -10,7 +10,7 @@ from qerl.cli import app
 from qerl.errors import ConfigError
 from qerl.experiments.as_of import as_of_step
 from qerl.experiments.compare import compare_cells
-from qerl.experiments.folders import read_cells
+from qerl.experiments.folders import export_summaries, read_cells
 from qerl.experiments.manifest import Manifest
 from qerl.experiments.runner import Orders, run_matrix
 
@@ -19,9 +19,13 @@ def test_cells_are_compared_where_all_have_been_evaluated(tmp_path):
     changes = {"train.steps": 3, "eval.every": 1}
     path = write_matrix(tmp_path, arms=ARMS, set=changes, compare=[["plain", "noisy"]])
     plan = run_matrix(path, [], tmp_path / "out", Orders(one_process=True), lambda text: None)
-    # The noisy cell as if it had been stopped after its second step.
-    Manifest(plan.out).set_state("noisy-s0", "stopped")
+    # The noisy cell as if it had been killed after its second step, beside another one: the manifest alone knows of that.
+    Manifest(plan.out).set_state("noisy-s0", "stopped", shared_device=True)
+    plan.run(plan.cells[1]).cell_path.unlink()
     whole = read_cells([plan.out])
+    export_summaries(whole, tmp_path / "results")
+    again = read_cells([tmp_path / "results" / str(plan.matrix.name)])
+    assert [[cell["shared_device"] for cell in found.cells] for found in (whole, again)] == [[False, True]] * 2
     early = as_of_step(whole, 2)
     plain, noisy = early.cells
     at = {cell["run"]: {point["step"]: point["accuracy"] for point in cell["evaluations"]} for cell in whole.cells}
@@ -34,6 +38,7 @@ def test_cells_are_compared_where_all_have_been_evaluated(tmp_path):
     (comparison,) = compare_cells(early)
     assert [row.after for arm in comparison.arms for row in arm.seeds] == [at["plain-s0"][2], at["noisy-s0"][2]]
     assert any("As of step 2 of 3" in note for note in comparison.notes)
+    assert [row.device_seconds is None for arm in comparison.arms for row in arm.seeds] == [False, True]
     pair = comparison.pairs[0]
     assert pair.questions == 8 and pair.question_difference == pytest.approx(at["noisy-s0"][2] - at["plain-s0"][2])
     last = as_of_step(whole, 3)
