@@ -12,9 +12,29 @@ if TYPE_CHECKING:
 
 def is_cut(plan: Plan, cell: Cell) -> bool:
     """Whether a trial was ended by the machine (a kill, memory, a full disk) and not by its training: it says nothing of its recipe, and
-    is run again. One without a temperature has not begun."""
+    is run again, unless it was given up. One without a temperature has not begun."""
     failed = cell.phase == "tune" and plan.state(cell) == "failed" and not cell.pending
-    return failed and not plan.manifest.cell(cell.name).get("collapse")
+    entry = plan.manifest.cell(cell.name)
+    return failed and not entry.get("collapse") and not entry.get("given_up")
+
+
+def waits_for_trials(plan: Plan, cell: Cell) -> bool:
+    """Whether a cell of a final run has no settings yet, for its arm has not chosen."""
+    return cell.pending and cell.phase == "final" and not cell.axes and bool(plan.matrix.axes_of(cell.arm))
+
+
+def waiting_arms(plan: Plan) -> list[str]:
+    """A line for each arm that has not chosen because trials were cut: what it waits for, and what to do."""
+    lines = []
+    for arm in plan.matrix.arms:
+        cells = [cell for cell in plan.cells if cell.arm.name == arm.name]
+        cut = [cell.name for cell in cells if is_cut(plan, cell)]
+        if cut and any(waits_for_trials(plan, cell) for cell in cells):
+            lines.append(
+                f"{arm.name} waits for trials that the machine ended: {', '.join(cut)}. The same command runs them again; "
+                "--give-up counts them against their combinations"
+            )
+    return lines
 
 
 def choose(plan: Plan) -> dict[str, dict[str, Any]]:

@@ -46,7 +46,7 @@ def _run_locked(plan: Plan, cell: Cell, deadline: Deadline, *, own_process: bool
     assert cell.config is not None
     run = plan.run(cell)
     _refuse_strangers(plan, cell, run)
-    plan.manifest.set_state(cell.name, "running", error=None, collapse=None, own_process=own_process)
+    plan.manifest.set_state(cell.name, "running", error=None, collapse=None, given_up=None, own_process=own_process)
     _mark_sharing(plan, cell)
     try:
         state = _train_and_evaluate(plan, cell, run, deadline)

@@ -11,7 +11,7 @@ from typing import Any
 
 from qerl.errors import ConfigError, RunStopped, nearest
 from qerl.experiments.cells import Cell
-from qerl.experiments.choice import choose, is_cut
+from qerl.experiments.choice import choose, is_cut, waits_for_trials
 from qerl.experiments.final import missing
 from qerl.experiments.matched import fingerprint, reference_of
 from qerl.experiments.one_cell import FAILURES, lock, run_cell, settle_folder
@@ -47,6 +47,8 @@ class Orders:
     """Cells at one time, each in a process of its own."""
     retry: bool = False
     """Run failed cells again, from their last checkpoint if they have one."""
+    give_up: bool = False
+    """Run trials that the machine ended no more: they count against their combinations (best_recipe)."""
     strict: bool = False
     """Run nothing if a cell is invalid."""
     match_only: bool = False
@@ -78,6 +80,9 @@ def run_matrix(path: Path, settings: Sequence[str], out: Path | None, orders: Or
         remove_leftovers(plan.out)
         for cell in plan.cells:
             settle_folder(plan, cell)
+    for cell in _selected(plan, orders) if orders.give_up else ():
+        if is_cut(plan, cell):
+            plan.manifest.note(cell.name, given_up=True)
     for cell in plan.cells:
         if cell.problem is not None:
             say(f"{cell.name}: invalid, left out: {cell.problem}")
@@ -205,6 +210,8 @@ def check_orders(plan: Plan, orders: Orders) -> None:
     """
     if orders.jobs > 1 and orders.one_process:
         raise ConfigError("cells in one process run one after another", got=f"--jobs {orders.jobs} --one-process")
+    if orders.retry and orders.give_up:
+        raise ConfigError("failed trials are run again or given up", got="--retry --give-up", remedy="Leave one out")
     names = [cell.name for cell in plan.cells]
     for name in orders.only:
         if name not in names:
@@ -278,9 +285,8 @@ def _ended(plan: Plan, cell: Cell, ending: Ending) -> str:
 
 def _asks_for_temperature(plan: Plan, cell: Cell, orders: Orders) -> bool:
     """Whether a cell waits for its temperature alone."""
-    open_choice = cell.phase == "final" and not cell.axes and bool(plan.matrix.axes_of(cell.arm))
-    asks = cell.pending and cell.problem is None and cell.arm.match_temperature is not None and not open_choice
-    return asks and _is_open(plan, cell, orders)
+    asks = cell.pending and cell.problem is None and cell.arm.match_temperature is not None
+    return asks and not waits_for_trials(plan, cell) and _is_open(plan, cell, orders)
 
 
 def _find_temperatures(plan: Plan, orders: Orders, deadline: Deadline, say: Say) -> Plan:
@@ -348,12 +354,15 @@ def _find(plan: Plan, cell: Cell) -> dict[str, Any]:
 
 
 def _settle_choices(plan: Plan, orders: Orders, deadline: Deadline, say: Say) -> Plan:
-    """Choose the settings of arms whose trials have all ended (best_recipe)."""
-    chosen = choose(plan)
-    known = plan.manifest.read()["choices"]
-    fresh = {arm: choice for arm, choice in chosen.items() if arm not in known}
-    if not fresh:
+    """Choose the settings of arms whose trials have all ended (best_recipe), and take over what another command has chosen. A process
+    that is there for one cell leaves it to the command that looks at all."""
+    if orders.own_process:
         return plan
+    known = plan.manifest.read()["choices"]
+    fresh = {arm: choice for arm, choice in choose(plan).items() if arm not in known}
+    news = any(waits_for_trials(plan, cell) and known.get(cell.arm.name, {}).get("axes") for cell in plan.cells)
+    if not fresh:
+        return open_plan(plan.path, plan.settings, plan.out, data=False) if news else plan
     with plan.manifest.change() as value:
         value["choices"] |= fresh
     for arm, choice in fresh.items():

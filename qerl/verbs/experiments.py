@@ -38,6 +38,12 @@ def matrix(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check and list all cells, and stop.")] = False,
     match: Annotated[bool, typer.Option("--match", help="Only find the temperatures that arms ask for.")] = False,
     retry: Annotated[bool, typer.Option("--retry", help="Run failed cells again.")] = False,
+    give_up: Annotated[
+        bool,
+        typer.Option(
+            "--give-up", help="Count trials that the machine ended instead of running them again (best_recipe)."
+        ),
+    ] = False,
     strict: Annotated[bool, typer.Option("--strict", help="Run nothing if a cell is invalid.")] = False,
     one_process: Annotated[
         bool, typer.Option("--one-process", help="Run cells in this process: starts faster, shares memory and crashes.")
@@ -62,6 +68,7 @@ def matrix(
     if len(files) != 1:
         raise ConfigError("one matrix file is needed", got=", ".join(files) or "none", remedy="Name it first")
     settings = [item for item in arguments if "=" in item]
+    from qerl.experiments.choice import waiting_arms
     from qerl.experiments.plan import open_plan, plan_lines
     from qerl.experiments.runner import Orders, check_orders, run_matrix
 
@@ -71,6 +78,7 @@ def matrix(
         one_process=one_process,
         jobs=jobs,
         retry=retry,
+        give_up=give_up,
         strict=strict,
         match_only=match,
         portable=portable,
@@ -92,7 +100,7 @@ def matrix(
     states = [plan.state(item) for item in chosen]
     if not orders.own_process:
         counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
-        typer.echo(f"{plan.out}: {counts}")
+        typer.echo("\n".join([f"{plan.out}: {counts}", *waiting_arms(plan)]))
         if any(state not in ("waiting", "invalid") for state in states):
             typer.echo(f"the table: qerl results {plan.out}    a page: qerl report {plan.out}")
     if "failed" in states or any(item.problem is not None for item in chosen):

@@ -5,12 +5,14 @@ import signal
 import pytest
 from matrix_builders import ARMS, write_matrix
 
+from qerl.errors import ConfigError
 from qerl.experiments import pool, runner
-from qerl.experiments.choice import best_recipe, choose
+from qerl.experiments.choice import best_recipe, choose, waiting_arms
 from qerl.experiments.plan import open_plan, record_plan
 from qerl.experiments.process import Ending
 from qerl.experiments.runner import Orders
 from qerl.metrics.run_dir import RunDir
+from qerl.train.stop import Deadline
 
 AXES = {"low": {"optim.lr": 1e-5}, "high": {"optim.lr": 1e-4}}
 
@@ -57,8 +59,9 @@ def trials(tmp_path):
     return plan, finished
 
 
-def test_a_killed_trial_is_run_again_and_says_nothing_of_its_recipe(trials, monkeypatch):
-    """Its recipe would have been the best one: no choice is made without it, and the next command runs it without being asked to."""
+def test_a_killed_trial_is_run_again_and_the_choice_is_trained_by_the_same_command(trials, monkeypatch):
+    """Its recipe would have been the best one: no choice is made without it, and the next command runs it without being asked to. What
+    another command chooses meanwhile is taken over."""
     plan, finished = trials
     killed = next(cell for cell in plan.cells if cell.name == TRIALS[1])
     plan.manifest.set_state(killed.name, "running")
@@ -66,23 +69,50 @@ def test_a_killed_trial_is_run_again_and_says_nothing_of_its_recipe(trials, monk
     assert choose(plan) == {}
     assert [cell.name for cell in plan.cells if runner._is_due(plan, cell, Orders())] == [killed.name]
 
+    assert waiting_arms(plan)[0].startswith(f"plain waits for trials that the machine ended: {killed.name}.")
+    begun = []
+
     class Child:
-        """In place of a process: the trial, which now comes to its end."""
+        """In place of a process: the cell, which now comes to its end."""
 
         running = False
 
         def __init__(self, plan, arguments, *others):
-            assert arguments[:2] == ["--cell", killed.name]
+            begun.append(arguments[1])
 
         def ending(self):
-            finished(killed.name, 0.4)
+            finished(begun[-1], 0.4)
+            runner._settle_choices(plan, Orders(), Deadline(None), lambda text: None)
             return Ending(code=0, last_words="")
 
     monkeypatch.setattr(pool, "Child", Child)
-    orders = Orders(only=TRIALS, portable=False)
-    after = runner.run_matrix(plan.path, [], plan.out, orders, lambda text: None)
+    after = runner.run_matrix(plan.path, [], plan.out, Orders(portable=False), lambda text: None)
     found = after.manifest.read()["choices"]["plain"]
     assert (found["axes"], found["score"], found["failed"]) == ({"optim.lr": 0.2}, 0.4, 0)
+    assert begun == [killed.name, "plain-final-s0"] and not waiting_arms(after)
+    assert next(cell.config.optim.lr for cell in after.cells if cell.name == begun[1]) == 0.2
+
+
+def test_a_process_for_one_trial_leaves_the_choice_to_its_command(trials):
+    """Made by the process of the last trial, it was no news to the command, which ended without training what was chosen."""
+    plan, finished = trials
+    finished(TRIALS[1], 0.4)
+    orders = Orders(only=TRIALS, started_by=1)
+    assert runner._settle_choices(plan, orders, Deadline(None), lambda text: None) is plan
+    assert not plan.manifest.read()["choices"]
+
+
+def test_a_trial_that_is_killed_again_and_again_can_be_given_up(trials, monkeypatch):
+    plan, _ = trials
+    plan.manifest.set_state(TRIALS[1], "failed", error="the process was ended by SIGKILL")
+    monkeypatch.setattr(pool.Pool, "start", lambda *arguments, **more: pytest.fail("it runs again"))
+    after = runner.run_matrix(
+        plan.path, [], plan.out, Orders(only=TRIALS, portable=False, give_up=True), lambda text: None
+    )
+    found = after.manifest.read()["choices"]["plain"]
+    assert (found["axes"], found["trials"], found["failed"]) == ({"optim.lr": 0.1}, 2, 1) and not waiting_arms(after)
+    with pytest.raises(ConfigError, match="--retry --give-up"):
+        runner.check_orders(plan, Orders(retry=True, give_up=True))
 
 
 def test_a_collapsed_trial_counts_against_its_recipe(trials):
