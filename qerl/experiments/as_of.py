@@ -47,7 +47,7 @@ def _as_of(cell: dict[str, Any], step: int) -> dict[str, Any]:
         questions[f"step {step}"] = cell["questions"]["after"]
     return {
         **cell,
-        "state": "finished" if reached else "waiting" if cell["state"] == "finished" else cell["state"],
+        "state": "finished" if reached else "waiting" if cell["state"] in ("finished", "trained") else cell["state"],
         "as_of": step if reached else None,
         "steps": min(cell["steps"], step),
         "evaluations": points if reached else points[:1],

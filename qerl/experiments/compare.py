@@ -330,6 +330,8 @@ def _notes(cells: Sequence[Cell], with_config: Sequence[Cell]) -> list[str]:
 
 
 def _ended_badly(cell: Cell) -> str:
+    if cell.get("as_of"):
+        return f"{cell['run']} failed later: {cell['error']}"
     if cell["state"] != "failed":
         return f"{cell['run']} is {cell['state']}: {cell['error']}"
     remark = "" if cell.get("collapse") else " (not its training: it counts as open, not as collapsed)"

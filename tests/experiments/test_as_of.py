@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from matrix_builders import ARMS, write_matrix
 from typer.testing import CliRunner
@@ -41,6 +43,20 @@ def test_cells_are_compared_where_all_have_been_evaluated(tmp_path):
     assert [row.device_seconds is None for arm in comparison.arms for row in arm.seeds] == [False, True]
     pair = comparison.pairs[0]
     assert pair.questions == 8 and pair.question_difference == pytest.approx(at["noisy-s0"][2] - at["plain-s0"][2])
+    # What became of a cell afterwards is no result of that step, and is told.
+    Manifest(plan.out).set_state("noisy-s0", "failed", error="not finite", collapse=True)
+    Manifest(plan.out).set_state("plain-s0", "trained")
+    (fallen,) = compare_cells(as_of_step(read_cells([plan.out]), 2))
+    assert "noisy-s0 failed later: not finite" in fallen.notes
+    assert [(row.after, row.collapsed) for arm in fallen.arms for row in arm.seeds][1] == (at["noisy-s0"][2], False)
+    without = replace(
+        whole,
+        cells=(
+            {**whole.cells[0], "state": "trained", "evaluations": whole.cells[0]["evaluations"][:1]},
+            whole.cells[1],
+        ),
+    )
+    assert as_of_step(without, 2).cells[0]["state"] == "waiting"
     last = as_of_step(whole, 3)
     assert last.cells[0]["questions"]["after"] == whole.cells[0]["questions"]["after"]
     with pytest.raises(ConfigError, match=r"no cell was evaluated after that step.*one of 1, 2, 3"):
