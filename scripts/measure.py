@@ -12,7 +12,8 @@ all it has started when its seconds are over; benchmarks write their files as th
 
 At the end there is a table of the jobs, and of their files. `--collect` runs nothing: it copies the files that the jobs of DIR have written, those of jobs
 that were cut too, which it tells and writes into their `note`.
-Exit status 0: all that was asked for has ended well; 1: a job failed, was killed or was left out; 2: the list or an option is wrong; 130: Ctrl-C.
+Exit status 0: all that was asked for has ended well; 1: a job failed, was killed or was left out; 2: the list or an option is wrong; 130, 143 or 129: Ctrl-C,
+SIGTERM or a closed terminal, which end the jobs too.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -98,6 +99,27 @@ class JobList(BaseModel):
         return self
 
 
+class Stopped(KeyboardInterrupt):
+    """A signal has asked the program to end; holds its number."""
+
+
+@contextmanager
+def stopped_by_signals() -> Iterator[None]:
+    """SIGTERM and SIGHUP end it as Ctrl-C does, and jobs, which are in sessions of their own, with it; what is ignored stays so (nohup)."""
+
+    def stop(number: int, frame: object) -> None:
+        raise Stopped(number)
+
+    caught = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_DFL]
+    try:
+        for number in caught:
+            signal.signal(number, stop)
+        yield
+    finally:
+        for number in caught:
+            signal.signal(number, signal.SIG_DFL)
+
+
 class Measurement:
     """Runs jobs on GPUs until all have ended or the time is over.
 
@@ -151,8 +173,8 @@ class Measurement:
         finally:
             for process in list(self._processes.values()):
                 kill(process)
-        for thread in threads:
-            thread.join()
+            for thread in threads:
+                thread.join()
         return self.ended
 
     def _left(self) -> float:
@@ -176,17 +198,19 @@ class Measurement:
 
     def _run(self, job: Job, gpu: str) -> None:
         folder = self._out / job.name
-        folder.mkdir(parents=True, exist_ok=True)
         environment = self._environment | {"OUT": str(folder.resolve()), "CUDA_VISIBLE_DEVICES": gpu}
         began, how = time.monotonic(), "not started"
         self._say(f"{job.name} begins on GPU {gpu}, {job.seconds:g} s at most")
         try:
+            folder.mkdir(parents=True, exist_ok=True)
             with (folder / "log.txt").open("wb") as log:
                 process = subprocess.Popen(
                     ["bash", "-c", job.command],
                     cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
                 )  # fmt: skip
                 self._processes[job.name] = process
+                if self._stopped:
+                    kill(process)
                 try:
                     status = process.wait(timeout=job.seconds)
                     how = "ok" if status == 0 else f"exit {status}"
@@ -195,9 +219,14 @@ class Measurement:
                 if self._stopped:
                     how = "stopped"
                 kill(process)
+        except OSError as error:
+            how = f"not started: {error}"
         finally:
             record = job.model_dump() | {"ended": how, "took": time.monotonic() - began, "gpu": gpu}
-            (folder / "job.json").write_text(json.dumps(record | {"commit": self._commit}, indent=1) + "\n")
+            try:
+                (folder / "job.json").write_text(json.dumps(record | {"commit": self._commit}, indent=1) + "\n")
+            except OSError as error:
+                how = f"no record: {error}"
             with self._changed:
                 self._running[gpu].remove(job)
                 self._tell(job, how, f" after {time.monotonic() - began:.1f} s" if "after" not in how else "")
@@ -222,7 +251,7 @@ def read_jobs(path: Path) -> JobList:
     """A list, in its order; ends the program with 2 where it is none."""
     try:
         return JobList.model_validate(yaml.safe_load(path.read_text()))
-    except (OSError, yaml.YAMLError, ValidationError) as error:
+    except (OSError, yaml.YAMLError, UnicodeDecodeError, RecursionError, ValidationError) as error:
         refuse(f"{path} is no list of jobs: {error}")
 
 
@@ -343,7 +372,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     listed = read_jobs(options.jobs)
     every = jobs = chosen(listed.jobs, names[0], names[1])
     if options.collect is not None:
-        return int(not collect(jobs, options.out, options.collect))
+        try:
+            return int(not collect(jobs, options.out, options.collect))
+        except OSError as error:
+            refuse(f"{options.collect} cannot be written: {error}")
     jobs = list(every)
     left_out = {}
     for job in list(jobs):
@@ -366,12 +398,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if listed.cuda:
         refuse_missing_gpus(names[2])
-    measurement = Measurement(jobs, options.out, names[2], options.seconds, options.beside)
     try:
-        measurement.run()
-    except KeyboardInterrupt:
+        measurement = Measurement(jobs, options.out, names[2], options.seconds, options.beside)
+    except OSError as error:
+        refuse(f"{options.out} cannot be written: {error}")
+    try:
+        with stopped_by_signals():
+            measurement.run()
+    except KeyboardInterrupt as stop:
         print("stopped; the same command goes on with the jobs that have not ended well", file=sys.stderr)
-        return 130
+        return 128 + (stop.args[0] if isinstance(stop, Stopped) else signal.SIGINT)
     finally:
         ended = left_out | measurement.ended
         show(every, options.out, ended)

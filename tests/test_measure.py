@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
+import threading
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -179,6 +182,43 @@ def test_a_wrong_list_or_option_ends_with_2(tmp_path, capsys, content, options, 
     with pytest.raises(SystemExit) as caught:
         measure.main([str(tmp_path / "jobs.yaml"), "--out", str(tmp_path / "out"), *options])
     assert caught.value.code == 2 and said in capsys.readouterr().err
+
+
+def test_a_list_that_is_no_text_and_places_that_cannot_be_written_are_refused(tmp_path, capsys):
+    taken, unread = tmp_path / "file", tmp_path / "bytes.yaml"
+    unread.write_bytes(b"\xff\xfe")
+    taken.write_text("jobs: []")
+    for words, said in (
+        ((unread,), "no list of jobs"),
+        ((taken, "--out", taken), "file cannot be written"),
+        ((taken, "--collect", taken), "file cannot be written"),
+    ):
+        with pytest.raises(SystemExit) as caught:
+            measure.main(list(map(str, words)))
+        assert caught.value.code == 2 and said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("name", "how"), [("log.txt", "not started"), ("job.json", "no record")])
+def test_a_job_whose_files_cannot_be_written_is_told_and_the_next_one_runs(tmp_path, capsys, name, how):
+    """As on a full disk: a thread that ended without a word left the program waiting for ever."""
+    (tmp_path / "out" / "full" / name).mkdir(parents=True)
+    jobs = tmp_path / "jobs.yaml"
+    jobs.write_text(
+        yaml.safe_dump({"jobs": [{"name": n, "kind": "x", "command": "true", "seconds": 20} for n in ("full", "next")]})
+    )
+    assert measure.main([str(jobs), "--out", str(tmp_path / "out")]) == 1
+    assert f"full: {how}: " in capsys.readouterr().out and measure.how_ended(tmp_path / "out" / "next") == "ok"
+
+
+def test_sigterm_ends_the_jobs_too(run, tmp_path):
+    """They are in sessions of their own: nobody else would end them."""
+    asked = threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    asked.start()
+    status, _, records = run([{"name": "slow", "command": f"sleep 1; touch {tmp_path}/late"}])
+    assert status == 143 and records["slow"]["ended"] == "stopped" and records["slow"]["took"] < 0.9
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    time.sleep(0.9)
+    assert not (tmp_path / "late").exists()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
