@@ -7,6 +7,7 @@ stderr and exit code 2, without a traceback. Modules that load torch are importe
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -51,7 +52,7 @@ GO_ON = {
 }
 ELSEWHERE = dict.fromkeys(
     ("chat", "serve"), "Other software serves what was trained: qerl export RUN --out DIR writes what it loads"
-)
+) | {"help": "qerl --help lists commands, and qerl COMMAND --help says what one takes"}
 """Commands that are asked for and are not there, with what to do instead."""
 
 EXAMPLES = {
@@ -159,6 +160,12 @@ class _Commands(TyperGroup):
         elif isinstance(error, OSError) and is_full(error):
             # What a command prints goes to a file on a full disk.
             text, code = str(cannot_write(Path("the output"), error)), 2
+        elif isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+            name = f"{str(error.filename)[:60]}…, of {len(str(error.filename))} characters"
+            text, code = (
+                str(ConfigError("a path is too long", got=name, expected="one that the file system can have")),
+                2,
+            )
         else:
             raise error
         stderr().print(f"[bold red]error:[/] {escape(text)}", highlight=False, soft_wrap=True)

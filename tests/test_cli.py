@@ -100,6 +100,11 @@ def test_a_mistake_ends_in_a_message_on_stderr_and_exit_code_2():
         (("quantize", "demo", "--out", "x", "--format", "nvpf4"), ("got 'nvpf4'", "Did you mean nvfp4?")),
         (("train", "configs/demo.yaml", "--optim.lr=1e-4"), ("got --optim.lr", "Write optim.lr=VALUE")),
         (("train", "configs/demo.yaml", "--learning-rate", "1e-4"), ("got --learning-rate", "Write optim.lr=VALUE")),
+        (("train", "--quant.overrides.layers.0.*=bf16"), ("Write quant.overrides.layers.0.*=VALUE",)),
+        (("train", "configs/demo.yaml", "run.name=\udcff"), ("run.name holds what is no text", "UTF-8")),
+        (("train", 300 * "x" + ".yaml"), ("a path is too long", "305 characters")),
+        (("plan", "/dev/null"), ("/dev/null is no regular file",)),
+        (("help",), ("there is no such command; got help", "qerl --help")),
         (("train", "configs/demo.yaml", "--name", "a"), ("got --name", "optim.name=VALUE or run.name=VALUE")),
         (("matrix", "configs/matrix/ranks.yaml", "--seed", "1"), ("got --seed", "Write train.seed=VALUE")),
         (("eval", "demo", "--rollout.temprature", "1"), ("--rollout.temprature", "Write rollout.temperature=VALUE")),
@@ -346,7 +351,12 @@ def test_results_that_cannot_be_printed_end_in_a_message():
 def test_an_option_that_is_no_setting_either_is_left_to_the_parser():
     # Verbs that take no settings are told of none.
     no_settings = (("results", "runs/demo", "--name", "x"), ("export", "runs/demo", "--output-dir", "x"))
-    for arguments in (("eval", "demo", "--limt", "3"), ("eval", "demo", "--temperature"), *no_settings):
+    for arguments in (
+        ("eval", "demo", "--limt", "3"),
+        ("eval", "demo", "--temperature"),
+        ("train", "demo.yaml", "--optim.foo", "3"),
+        *no_settings,
+    ):
         result = qerl(*arguments)
         assert result.exit_code == 2 and "VALUE" not in result.output and arguments[2] in result.output
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import json
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -116,6 +116,8 @@ def _merged(base: dict[str, Any], changes: dict[str, Any], prefix: str = "") -> 
 def _read_file(path: Path) -> tuple[dict[str, Any], dict[_Path, int]]:
     if path.is_dir():
         raise ConfigError(f"configuration {path} is a folder", expected="a YAML file")
+    if path.exists() and not path.is_file():
+        raise ConfigError(f"configuration {path} is no regular file", expected="a YAML file")
     if not path.is_file():
         folder = path.parent
         near = nearest(path.name, (entry.name for entry in folder.glob("*.y*ml"))) if folder.is_dir() else None
@@ -220,6 +222,9 @@ def _key_path(loc: tuple[int | str, ...]) -> _Path:
 def _problem(path: _Path, detail: ErrorDetails, values: dict[str, Any], origins: dict[_Path, str]) -> _Problem:
     if detail["type"] == "value_error":
         return _Problem(str(detail["ctx"]["error"]))
+    if detail["type"] == "json_invalid":
+        keys = " ".join(_no_text(values)) or "a key"
+        return _Problem(f"{keys} holds what is no text", got=str(detail["ctx"]["error"]), expected="UTF-8")
     name = ".".join(path)
     where = f"{name} ({_origin(path, origins)})"
     if detail["type"] == "extra_forbidden":
@@ -232,6 +237,15 @@ def _problem(path: _Path, detail: ErrorDetails, values: dict[str, Any], origins:
     expected = f"{key.expected}, {detail['ctx'][RULE]}" if detail["type"] == RULE else key.expected
     got = _shown(functools.reduce(operator.getitem, path, values))
     return _Problem(where, got=got, expected=expected, remedy=f"Did you mean {near}?" if near else None)
+
+
+def _no_text(value: Any, name: str = "") -> Iterator[str]:
+    """Dotted keys whose text has half characters, as an argument has whose bytes are not UTF-8."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _no_text(inner, f"{name}.{key}" if name else str(key))
+    elif any("\ud800" <= character <= "\udfff" for character in str(value)):
+        yield name
 
 
 def _unknown(name: str, where: str, value: Any) -> _Problem:

@@ -18,6 +18,7 @@ _FLOAT = re.compile(r"[-+]?((\.[0-9]+|[0-9]+\.[0-9]*)([eE][-+]?[0-9]+)?|[0-9]+[e
 _UNICODE_BREAK = re.compile("[\x85\u2028\u2029]")
 _DEEPEST = 20
 """Levels of nesting; deeper is a mistake (or an anchor that contains itself)."""
+_TOO_DEEP = "lists and mappings are nested too deeply"
 _RESOLVERS = (
     ("tag:yaml.org,2002:null", re.compile(r"(~|null|Null|NULL|)$"), ["~", "n", "N", ""]),
     ("tag:yaml.org,2002:bool", re.compile(r"(true|True|TRUE|false|False|FALSE)$"), list("tTfF")),
@@ -75,25 +76,35 @@ def parse_yaml(text: str) -> tuple[Any, dict[tuple[str, ...], int]]:
         The value, and for each mapping key, by its path from the root, the line (from 1) where it stands.
 
     Raises:
-        yaml.MarkedYAMLError: the text is not YAML, repeats a key, or uses a tag other than the plain ones.
+        yaml.MarkedYAMLError: the text is not YAML, repeats a key, nests too deeply, or uses a tag other than the plain ones.
     """
     loader = _Loader(text)
     try:
         node = loader.get_single_node()
         if node is None:
             return None, {}
+        _refuse_deep(node, 0)
         lines: dict[tuple[str, ...], int] = {}
         _collect_lines(node, (), lines)
         return loader.construct_document(node), lines
+    except RecursionError:
+        raise yaml.constructor.ConstructorError(None, None, _TOO_DEEP, None) from None
     finally:
         loader.dispose()
+
+
+def _refuse_deep(node: yaml.Node, level: int) -> None:
+    if level > _DEEPEST:
+        raise yaml.constructor.ConstructorError(None, None, _TOO_DEEP, node.start_mark)
+    if isinstance(node, yaml.CollectionNode):
+        for inner in node.value:
+            # Of a mapping the value: a key that is no scalar is refused elsewhere.
+            _refuse_deep(inner[1] if isinstance(inner, tuple) else inner, level + 1)
 
 
 def _collect_lines(node: yaml.Node, path: tuple[str, ...], lines: dict[tuple[str, ...], int]) -> None:
     if not isinstance(node, yaml.MappingNode):
         return
-    if len(path) > _DEEPEST:
-        raise yaml.constructor.ConstructorError(None, None, "mappings are nested too deeply", node.start_mark)
     seen: dict[str, int] = {}
     for key_node, value_node in node.value:
         key, line = str(key_node.value), key_node.start_mark.line + 1

@@ -59,8 +59,12 @@ def meant_as_setting(option: str) -> list[str]:
 
     name = option.lstrip("-").replace("-", "_")
     known = all_keys()
+    mapping = next((key for key in known if known[key].is_mapping and name.startswith(f"{key}.")), None)
+    if mapping is not None:
+        return [mapping + option.lstrip("-")[len(mapping) :]]
     if "." in name:
-        return [suggest_key(name, known) or name]
+        close = suggest_key(name, known)
+        return [] if close is None else [close]
     return [ALIASES[name]] if name in ALIASES else [key for key in known if key.rpartition(".")[2] == name]
 
 

@@ -228,6 +228,8 @@ def test_an_empty_file_is_the_defaults(tmp_path):
         ("lora:\n\trank: 8\n", 2, "cannot start any token"),
         ("model: !!python/object:os.system {}\n", 1, "could not determine a constructor"),
         ("a: &a\n  b: *a\n", None, "nested too deeply"),
+        ("a: &a [*a]\n", None, "nested too deeply"),
+        ("a: " + 2000 * "[" + 2000 * "]", None, "nested too deeply"),
     ],
 )
 def test_bad_yaml_is_refused_with_its_line(tmp_path, content, line, complaint):
