@@ -29,8 +29,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -42,6 +42,7 @@ sys.path.insert(0, str(ROOT))
 
 from qerl.errors import CheckpointError, nearest  # noqa: E402
 from qerl.model.locate import resolve_model_path  # noqa: E402
+from qerl.signals import Signals  # noqa: E402
 
 JOBS = ROOT / "benchmarks" / "jobs.yaml"
 
@@ -97,27 +98,6 @@ class JobList(BaseModel):
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"jobs of one name: {', '.join(twice)}")
         return self
-
-
-class Stopped(KeyboardInterrupt):
-    """A signal has asked the program to end; holds its number."""
-
-
-@contextmanager
-def stopped_by_signals() -> Iterator[None]:
-    """SIGTERM and SIGHUP end it as Ctrl-C does, and jobs, which are in sessions of their own, with it; what is ignored stays so (nohup)."""
-
-    def stop(number: int, frame: object) -> None:
-        raise Stopped(number)
-
-    caught = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_DFL]
-    try:
-        for number in caught:
-            signal.signal(number, stop)
-        yield
-    finally:
-        for number in caught:
-            signal.signal(number, signal.SIG_DFL)
 
 
 class Measurement:
@@ -403,11 +383,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         refuse(f"{options.out} cannot be written: {error}")
     try:
-        with stopped_by_signals():
+        # Jobs are in sessions of their own: whatever ends the program has to end them.
+        with Signals() as signals:
             measurement.run()
-    except KeyboardInterrupt as stop:
+    except KeyboardInterrupt:
         print("stopped; the same command goes on with the jobs that have not ended well", file=sys.stderr)
-        return 128 + (stop.args[0] if isinstance(stop, Stopped) else signal.SIGINT)
+        return 128 + (signals.signal_number or signal.SIGINT)
     finally:
         ended = left_out | measurement.ended
         show(every, options.out, ended)
