@@ -19,7 +19,7 @@ import pyarrow.parquet
 
 from qerl.errors import DataError
 from qerl.eval.evaluate import EvalResult
-from qerl.metrics.files import to_json, whole_file, write_json
+from qerl.metrics.files import read_json_lines, read_json_object, to_json, whole_file, write_json
 from qerl.metrics.run_dir import RunDir
 
 SCHEMA = 1
@@ -160,9 +160,9 @@ def read_evaluations(place: str | Path) -> list[StoredEvaluation]:
     if path.suffix == ".parquet" and path.is_file():
         return [_read_parquet(path)]
     if path.suffix == ".jsonl" and path.is_file():
-        return [StoredEvaluation(suite=None, policy=path.stem, protocol={}, rows=_read_lines(path))]
+        return [StoredEvaluation(suite=None, policy=path.stem, protocol={}, rows=read_json_lines(path))]
     if (path / EVALUATION_FILE).is_file():
-        entries = json.loads((path / EVALUATION_FILE).read_text(encoding="utf-8"))["results"]
+        entries = read_json_object(path / EVALUATION_FILE)["results"]
         return [_read_parquet(path / entry["file"]) for entry in entries]
     return [_read_run(str(place))]
 
@@ -214,13 +214,6 @@ def _run_protocol(run: RunDir, step: int) -> dict[str, Any]:
         if result and result.get("step") == step:
             return {key: result["policy"].get(key) for key in PROTOCOL}
     return {}
-
-
-def _read_lines(path: Path) -> list[dict[str, Any]]:
-    try:
-        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
-    except json.JSONDecodeError as error:
-        raise DataError("an evaluation cannot be read", got=f"{path}: {error}") from error
 
 
 def _file_part(name: str) -> str:

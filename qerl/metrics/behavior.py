@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from qerl.metrics.files import damaged_file
+
 if TYPE_CHECKING:
     import pyarrow as pa
 
@@ -211,10 +213,16 @@ def read_behavior(path: str | Path, columns: Sequence[str] | None = None) -> lis
     Args:
         path: parquet file.
         columns: columns to read; None reads all.
+
+    Raises:
+        RunFolderError: the file is damaged.
     """
+    import pyarrow as pa
     import pyarrow.parquet as pq
 
-    rows: list[dict[str, Any]] = pq.read_table(path, columns=list(columns) if columns is not None else None).to_pylist()
+    with damaged_file(Path(path), "a parquet file of behavior records", pa.ArrowException):
+        table = pq.read_table(path, columns=list(columns) if columns is not None else None)
+    rows: list[dict[str, Any]] = table.to_pylist()
     for row in rows:
         for name in MAP_COLUMNS:
             if name in row:

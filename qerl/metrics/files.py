@@ -17,7 +17,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from qerl.errors import OutputError
+from qerl.errors import OutputError, RunFolderError
 
 _TEMPORARY = ".tmp-"
 _OLD = ".old"
@@ -241,6 +241,53 @@ def write_json(path: Path, value: Any) -> None:
     with whole_file(path) as temporary:
         text = json.dumps(to_json(value), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
         temporary.write_text(text, encoding="utf-8")
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """The content of a JSON file that holds one object.
+
+    Raises:
+        RunFolderError: it cannot be read, or holds something else.
+    """
+    with damaged_file(path, "a JSON object"):
+        return _object(path.read_text(encoding="utf-8"))
+
+
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    """The objects of a file with one a line.
+
+    Raises:
+        RunFolderError: it cannot be read, or a line holds something else.
+    """
+    with damaged_file(path, "a JSON object in each line"):
+        # Not splitlines: texts hold other signs that it takes for line ends.
+        return [_object(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
+
+
+def _object(text: str) -> dict[str, Any]:
+    value = json.loads(text)
+    if not isinstance(value, dict):
+        raise ValueError(f"{text[:80]!r} is no object")
+    return value
+
+
+@contextmanager
+def damaged_file(path: Path, expected: str, *others: type[Exception]) -> Iterator[None]:
+    """Errors of reading a file, those of ``others`` among them, as one that names it.
+
+    Raises:
+        RunFolderError: in place of them.
+    """
+    kinds: tuple[type[Exception], ...] = (OSError, ValueError, RecursionError, *others)
+    try:
+        yield
+    except kinds as error:
+        raise RunFolderError(
+            "a file of the run cannot be read",
+            got=f"{path}: {' '.join(str(error).split())}",
+            expected=expected,
+            remedy="Copy it again from where it was whole, or delete it",
+        ) from error
 
 
 def to_json(value: Any) -> Any:

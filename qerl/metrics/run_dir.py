@@ -37,7 +37,17 @@ from typing import Any, BinaryIO
 
 from qerl.errors import RunFolderError, nearest
 from qerl.metrics.behavior import write_behavior
-from qerl.metrics.files import is_temporary, output_errors, recover_folders, to_json, whole_file, write_json
+from qerl.metrics.files import (
+    damaged_file,
+    is_temporary,
+    output_errors,
+    read_json_lines,
+    read_json_object,
+    recover_folders,
+    to_json,
+    whole_file,
+    write_json,
+)
 
 MATRIX_NAME = "matrix.json"
 """File that makes a folder that of a matrix, whose cells are run folders in it."""
@@ -156,21 +166,14 @@ class RunDir:
         write_json(path, value)
         return path
 
-    def read_json(self, name: str | Path) -> Any | None:
+    def read_json(self, name: str | Path) -> dict[str, Any] | None:
         """The content of a JSON file of the run, or None when there is no such file.
 
         Raises:
-            RunFolderError: the file is not JSON.
+            RunFolderError: the file holds no JSON object.
         """
         path = self._inside(name)
-        if not path.exists():
-            return None
-        try:
-            return json.loads(path.read_text(encoding="utf-8"))
-        except json.JSONDecodeError as error:
-            raise RunFolderError(
-                "a file of the run is not JSON", got=f"{path}: {error}", expected="a JSON document"
-            ) from error
+        return read_json_object(path) if path.exists() else None
 
     def _inside(self, name: str | Path) -> Path:
         """The path of a name; one of the folder's own paths stays as it is, also when the folder itself is relative."""
@@ -205,13 +208,14 @@ class RunDir:
         """
         if not self.metrics_path.exists():
             return []
-        text = self.metrics_path.read_text(encoding="utf-8", errors="replace")
+        with damaged_file(self.metrics_path, "a JSON object in each line"):
+            text = self.metrics_path.read_text(encoding="utf-8", errors="replace")
         rows: dict[int, dict[str, Any]] = {}
         for number, line in enumerate(text[: text.rfind("\n") + 1].splitlines(), start=1):
             try:
                 row = json.loads(line)
                 rows[int(row["step"])] = row
-            except (json.JSONDecodeError, KeyError, TypeError) as error:
+            except (ValueError, KeyError, TypeError) as error:
                 raise RunFolderError(
                     "a line of the metrics file cannot be read",
                     got=f"{self.metrics_path}, line {number}: {line[:80]!r}",
@@ -331,7 +335,7 @@ class RunDir:
         Raises:
             RunFolderError: a line is damaged.
         """
-        return _read_lines(self.evaluations_dir / f"step-{step:06d}.jsonl")
+        return read_json_lines(self.evaluations_dir / f"step-{step:06d}.jsonl")
 
     def write_final_evaluation(self, name: str, rows: Sequence[Mapping[str, Any]]) -> Path:
         """Writes the answers of a named evaluation of the trained model, one JSON line a question."""
@@ -339,7 +343,7 @@ class RunDir:
 
     def read_final_evaluation(self, name: str) -> list[dict[str, Any]]:
         """The rows of a named evaluation of the trained model."""
-        return _read_lines(self.evaluations_dir / f"final-{name}.jsonl")
+        return read_json_lines(self.evaluations_dir / f"final-{name}.jsonl")
 
     def _write_lines(self, name: str, rows: Sequence[Mapping[str, Any]]) -> Path:
         lines = [json.dumps(to_json(row), ensure_ascii=False, allow_nan=False) for row in rows]
@@ -370,15 +374,6 @@ def _ends_mid_line(file: BinaryIO) -> bool:
     last = file.read(1)
     file.seek(0)
     return last != b"\n"
-
-
-def _read_lines(path: Path) -> list[dict[str, Any]]:
-    try:
-        return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
-    except json.JSONDecodeError as error:
-        raise RunFolderError(
-            "an evaluation of the run cannot be read", got=f"{path}: {error}", remedy="Delete that file"
-        ) from error
 
 
 def _entries(folder: Path) -> list[Path]:

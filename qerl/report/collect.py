@@ -12,9 +12,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from qerl.config.schema import Config
 from qerl.config.yaml_io import parse_yaml
 from qerl.metrics.catalogue import ALARMS
+from qerl.metrics.files import damaged_file
 from qerl.metrics.run_dir import RunDir
 from qerl.report.questions import Questions, read_questions
 from qerl.report.samples import OUTCOMES, SampleSet, read_kernels, read_samples
@@ -120,8 +123,7 @@ def read_run(path: str | Path, *, samples: bool = True) -> RunData:
         RunFolderError: the folder holds no run, or one of its files is damaged beyond a half-written last line.
     """
     run = RunDir.open(path)
-    config_text = run.config_path.read_text(encoding="utf-8") if run.config_path.exists() else ""
-    config = parse_yaml(config_text)[0] or {}
+    config_text, config = _settings(run)
     rows = run.read_metrics()
     summary = run.read_json(run.summary_path) or {}
     return RunData(
@@ -138,6 +140,18 @@ def read_run(path: str | Path, *, samples: bool = True) -> RunData:
         questions=read_questions(run, OUTCOMES) if samples else None,
         status=str(summary.get("status", "unfinished")),
     )
+
+
+def _settings(run: RunDir) -> tuple[str, dict[str, Any]]:
+    """What really ran, as it was written and as it reads; nothing where it was not written."""
+    if not run.config_path.exists():
+        return "", {}
+    with damaged_file(run.config_path, "the settings of a run", yaml.YAMLError):
+        text = run.config_path.read_text(encoding="utf-8")
+        values = parse_yaml(text)[0] or {}
+        if not isinstance(values, dict):
+            raise ValueError("it holds no sections")
+    return text, values
 
 
 def _evaluations(rows: list[dict[str, Any]], summary: Mapping[str, Any], config: Mapping[str, Any]) -> list[Evaluation]:

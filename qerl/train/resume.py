@@ -169,7 +169,7 @@ def read_state(folder: Path) -> TrainState:
                 "the checkpoint was written by another version", got=version, expected=str(STATE_VERSION)
             )
         return TrainState(**payload)
-    except (OSError, json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
             "the trainer state cannot be read",
             got=f"{path}: {error}",

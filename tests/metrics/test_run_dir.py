@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from qerl.errors import OutputError, RunFolderError
+from qerl.metrics.behavior import read_behavior
 from qerl.metrics.files import (
     check_writable,
     is_temporary,
@@ -292,9 +293,27 @@ def test_json_files_are_read_back_and_a_damaged_one_is_named(tmp_path):
     assert run.read_json("summary.json") is None
     run.write_json(run.summary_path, {"path": tmp_path, "low": -math.inf, "sites": ("a", "b"), "é": True})
     assert run.read_json("summary.json") == {"path": str(tmp_path), "low": None, "sites": ["a", "b"], "é": True}
-    run.summary_path.write_text("{")
-    with pytest.raises(RunFolderError, match=r"summary\.json"):
-        run.read_json("summary.json")
+    for damage in (b"{", b"", b"\xff\xfe", b"[1, 2]", b"null", 5000 * b"["):
+        run.summary_path.write_bytes(damage)
+        with pytest.raises(RunFolderError, match=r"summary\.json: .*expected a JSON object"):
+            run.read_json("summary.json")
+
+
+def test_damaged_evaluations_and_records_are_named(tmp_path):
+    """As a copy that was broken off leaves them."""
+    run = RunDir.create(tmp_path)
+    run.write_evaluation(3, [{"id": "a", "text": "one\u2028line"}])
+    assert run.read_evaluation(3) == [{"id": "a", "text": "one\u2028line"}]
+    path = run.evaluations_dir / "step-000003.jsonl"
+    for damage in (b'{"id": "a"}\n{"id', b"null\n", b"\xff\xfe"):
+        path.write_bytes(damage)
+        with pytest.raises(RunFolderError, match=r"step-000003\.jsonl"):
+            run.read_evaluation(3)
+    record = tmp_path / "rollout-000000.parquet"
+    for damage in (b"", b"PAR1" + 20 * b"x"):
+        record.write_bytes(damage)
+        with pytest.raises(RunFolderError, match=r"rollout-000000\.parquet: .*Copy it again"):
+            read_behavior(record)
 
 
 def test_values_without_a_json_form_are_refused():

@@ -1,6 +1,7 @@
 import pytest
 from fake_run import wilson, write_fake_run
 
+from qerl.errors import RunFolderError
 from qerl.metrics.run_dir import RunDir
 from qerl.report.collect import Evaluation, changed_settings, difference, memory_owners, read_run, warnings_of
 from qerl.report.samples import PER_OUTCOME
@@ -126,3 +127,11 @@ def test_one_rollout_is_early_alone(tmp_path):
     for _, path in run.rollout_paths()[1:]:
         path.unlink()
     assert [part.when for part in read_run(run.path).samples] == ["early"]
+
+
+def test_settings_that_a_broken_copy_left_are_named(tmp_path):
+    run = RunDir.create(tmp_path / "run")
+    for damage in (b"aqn: {enabled\n", b"- a\n", b"\xff\xfe"):
+        run.config_path.write_bytes(damage)
+        with pytest.raises(RunFolderError, match=r"config\.resolved\.yaml: .*expected the settings of a run"):
+            read_run(run.path)
