@@ -24,7 +24,7 @@ from typer.core import TyperGroup
 
 from qerl.errors import ConfigError, KernelUnavailableError, QerlError, RunStopped, nearest
 from qerl.metrics.files import cannot_write, is_full
-from qerl.metrics.terminal import LastingStream, print_facts, progress_bar, stderr, warn
+from qerl.metrics.terminal import LastingStream, open_missing_streams, print_facts, progress_bar, stderr, warn
 from qerl.signals import Signalled, Signals
 from qerl.verbs.benching import bench
 from qerl.verbs.evaluation import evaluate
@@ -396,4 +396,5 @@ def main() -> None:
     """Entry point of the ``qerl`` command."""
     # Threads that wait by spinning stall one another for seconds when the machine has other work; torch reads this at import.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    open_missing_streams()
     app()

@@ -348,6 +348,14 @@ def test_results_that_cannot_be_printed_end_in_a_message():
     assert "the output cannot be written" in done.stderr and "Traceback" not in done.stderr
 
 
+def test_a_command_without_outputs_does_its_work(run_folder):
+    """As services start it: Python has None in place of what is closed, and the next file would get its number."""
+    say = "import sys; sys.exit(0 if sys.stdout is None else 3)"
+    command = f'"{sys.executable}" -c "{say}" >&- && exec "{sys.executable}" -m qerl watch "{run_folder}" --once >&-'
+    done = subprocess.run(["sh", "-c", command], stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_an_option_that_is_no_setting_either_is_left_to_the_parser():
     # Verbs that take no settings are told of none.
     no_settings = (("results", "runs/demo", "--name", "x"), ("export", "runs/demo", "--output-dir", "x"))

@@ -13,6 +13,18 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 
+def open_missing_streams() -> None:
+    """Input and outputs that the command was started without (``>&-``, some services) go nowhere: Python has None for them, and the next file
+    that is opened would get their number, and with it what compiled code prints."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            nowhere = os.open(os.devnull, os.O_RDWR)
+            if nowhere != number:
+                os.dup2(nowhere, number)
+                os.close(nowhere)
+            setattr(sys, name, open(number, "r" if number == 0 else "w", closefd=False))  # noqa: SIM115 (open as long as the process)
+
+
 class LastingStream:
     """A stream that goes quiet when it cannot be written any more (a pipe that nobody reads, a terminal that has closed, a full disk
     behind a redirection), so that what is said ends and the work does not.
