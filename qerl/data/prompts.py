@@ -179,7 +179,7 @@ class PromptSampler:
 def _build(row: Mapping[str, Any], place: str, tokenizer: Tokenizer, data: DataConfig) -> Prompt:
     messages = _messages(_field(row, data.question_key, "data.question_key", place), place, data)
     answer = _field(row, data.answer_key, "data.answer_key", place)
-    if isinstance(answer, bool) or not isinstance(answer, str | int | float):
+    if isinstance(answer, bool) or not isinstance(answer, str | int | float) or answer != answer:
         raise DataError(
             f"{place}: the answer in field {data.answer_key!r} is not text or a number",
             got=f"{answer!r:.80}",

@@ -129,6 +129,8 @@ def _read_line(line: bytes, place: str) -> Row:
         value = json.loads(line.decode("utf-8-sig"), object_pairs_hook=once)
         if b"\\u" in line:
             json.dumps(value, ensure_ascii=False).encode()
+    except DataError:
+        raise
     except UnicodeEncodeError as error:
         raise DataError(
             f"{place}: the line holds half a character",
@@ -143,6 +145,11 @@ def _read_line(line: bytes, place: str) -> Row:
             f"{place}: the line is not JSON ({error.msg} at column {error.colno})",
             got=repr(shown[:80]),
             expected="one JSON object a line",
+        ) from error
+    except (ValueError, RecursionError) as error:
+        # A whole number of thousands of digits, or lists in lists without end.
+        raise DataError(
+            f"{place}: the line cannot be read", got=str(error), expected="one JSON object a line"
         ) from error
     if not isinstance(value, dict):
         raise DataError(

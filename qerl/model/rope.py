@@ -61,6 +61,6 @@ def read_rope(config: Mapping[str, Any], max_positions: int, source: str) -> Rop
 
 def positive_number(value: Any, key: str, source: str) -> float:
     """``value`` as a float, or an error that names file and key."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
         raise CheckpointError(f"{source}: {key} is unusable", got=value, expected="a positive number")
     return float(value)

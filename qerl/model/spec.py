@@ -210,7 +210,7 @@ def read_json_object(folder: Path, name: str) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(f"{name} is missing from {folder}", remedy="Copy the whole checkpoint folder.") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(
             f"{path} is not valid JSON", got=str(error), remedy="Copy the file again from its source."
         ) from None
@@ -241,7 +241,7 @@ def token_ids(value: Any, source: str = "config.json") -> tuple[int, ...]:
 def _architecture(config: Mapping[str, Any], source: str) -> str:
     model_type = config.get("model_type")
     known = ", ".join(ARCHITECTURES)
-    if model_type not in ARCHITECTURES:
+    if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
         close = nearest(str(model_type), ARCHITECTURES)
         raise CheckpointError(
             f"{source}: model_type is not supported",

@@ -98,6 +98,7 @@ def test_all_prompts_dropped_is_an_error_with_counts():
         ({"question": "x", "target": 1}, {}, r"f\.jsonl:9: the row has no field 'answer'; got fields question, target"),
         (row(answer=None), {}, "not text or a number"),
         (row(answer=True), {}, "not text or a number"),
+        (row(answer=float("nan")), {}, "not text or a number"),
         (row(answer=["1"]), {}, "not text or a number"),
         (row(""), {}, "the question is empty"),
         (row([]), {}, "the question is empty"),

@@ -84,6 +84,8 @@ def test_training_on_held_out_data_warns(name):
     [
         ('{"question": "x"', r"bad\.jsonl:3: the line is not JSON"),
         ("[1, 2]", r"bad\.jsonl:3: the line is not a JSON object"),
+        (5000 * "[", r"bad\.jsonl:3: the line cannot be read"),
+        ('{"answer": ' + 5000 * "9" + "}", r"bad\.jsonl:3: the line cannot be read"),
         ('"text"', r"bad\.jsonl:3: the line is not a JSON object"),
         (b'{"question": "\xff"}', r"bad\.jsonl:3: the line is not UTF-8"),
     ],

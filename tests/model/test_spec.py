@@ -110,6 +110,8 @@ def packed(**changes):
     ("config", "message"),
     [
         ({**QWEN2, "model_type": "gemma2"}, "model_type is not supported; got gemma2"),
+        ({**QWEN2, "model_type": ["qwen2"]}, "model_type is not supported"),
+        ({**QWEN2, "rms_norm_eps": float("nan")}, "rms_norm_eps is unusable; got nan"),
         ({**QWEN2, "model_type": "qwen2_moe"}, "closest supported architecture is qwen2"),
         ({**QWEN2, "num_experts": 60}, "mixture-of-experts"),
         ({**LLAMA, "num_local_experts": 8}, "mixture-of-experts"),
