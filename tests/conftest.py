@@ -4,8 +4,15 @@ import os
 import sys
 from pathlib import Path
 
+from hypothesis import HealthCheck, settings
+
 # One thread a test process: the tensors are tiny, and pytest runs one process a core.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+# What a machine does besides is no property: cases have no deadline, and may take their time to be drawn.
+settings.register_profile("qerl", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("qerl")
 
 
 def pytest_configure(config):

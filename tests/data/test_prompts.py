@@ -1,7 +1,7 @@
 import json
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from qerl.config.schema import DataConfig
@@ -126,7 +126,6 @@ def ids(drawn):
     return [int(prompt.id) for prompt in drawn]
 
 
-@settings(deadline=None)
 @given(st.integers(1, 12), st.integers(0, 2**40), st.lists(st.integers(1, 9), max_size=12))
 def test_every_epoch_holds_every_prompt_once_however_it_is_drawn(count, seed, sizes):
     sampler, whole = PromptSampler(prompts(count), seed), PromptSampler(prompts(count), seed)
@@ -145,7 +144,6 @@ def test_order_depends_on_seed_and_epoch():
     assert first[:50] != list(range(50))
 
 
-@settings(deadline=None)
 @given(st.integers(1, 10), st.integers(0, 35), st.integers(1, 25))
 def test_a_restored_cursor_continues_exactly(count, drawn, more):
     sampler = PromptSampler(prompts(count), 3)

@@ -41,7 +41,7 @@ BLOCK_BOUNDS = {
 HALF_PRECISION = {torch.float32: 2.0**30, torch.bfloat16: 2.0**30, torch.float16: 2.0**3}
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     name=st.sampled_from(sorted(BLOCK_BOUNDS)),
     d_out=st.integers(1, 9),

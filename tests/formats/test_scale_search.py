@@ -41,7 +41,7 @@ def test_no_block_is_worse_than_rounded_to_nearest(name, method, case):
     assert_never_worse(block_errors(name, weight, method), block_errors(name, weight, "rtn"))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     searched=st.sampled_from(SEARCHED),
     d_out=st.integers(1, 6),

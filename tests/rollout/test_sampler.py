@@ -153,7 +153,7 @@ def test_inversion_lands_on_a_positive_weight_at_the_ends_and_under_rounding(wei
     st.sampled_from([SMALLEST_UNIFORM, 0.5, LARGEST_UNIFORM]),
     st.sampled_from(SPECS),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_a_chosen_token_is_always_in_the_support(row, uniform, spec):
     logits = torch.tensor([row])
     chosen = choose(logits, spec, torch.tensor([uniform]))

@@ -91,7 +91,7 @@ def test_many_rows_are_refilled_by_the_sixteenth_and_the_last_ones_at_once():
     st.integers(1, 60),
     st.randoms(use_true_random=False),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_any_mix_finishes_with_each_sequence_once_and_no_row_shared_or_lost(
     prompt_lengths, group_size, rows, prefill_tokens, rng: random.Random
 ):
@@ -209,7 +209,7 @@ class PagedRun:
     st.integers(1, 5),
     st.randoms(use_true_random=False),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_any_mix_ends_with_the_fewest_pages_or_with_more(
     prompt_lengths, group_size, rows, page_tokens, more, window, rng: random.Random
 ):

@@ -139,7 +139,7 @@ def test_packed_gradients_are_those_of_peft_on_a_padded_batch(folder, model, tmp
     assert checked == len(theirs)
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     shapes=st.lists(st.tuples(st.integers(1, 8), st.integers(1, 12)), min_size=2, max_size=6),
     budget=st.integers(20, 60),
