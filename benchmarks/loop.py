@@ -38,10 +38,10 @@ from benchmarks.timing import require_gpu
 from benchmarks.training import TINY
 from qerl.config.load import load_config
 from qerl.errors import RunStopped
+from qerl.metrics.machine_catalogue import STAGES
 from qerl.metrics.run_dir import RunDir
 from qerl.train.run import train
 from qerl.train.stop import Deadline
-from qerl.train.timing import STAGES
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import signal
 import threading
+from abc import ABC, abstractmethod
 from types import FrameType, TracebackType
 from typing import Any, Self
 
@@ -24,7 +25,7 @@ class Signalled(KeyboardInterrupt):
         self.number = number
 
 
-class SignalHandlers:
+class SignalHandlers(ABC):
     """Context manager in which ``handle`` is what each of ``STOPS`` does in the main thread; then what was there before is back. Off the
     main thread it does nothing, and a signal that is ignored (a job in the background, nohup) stays so unless it is in ``taken_anyway``.
 
@@ -63,9 +64,9 @@ class SignalHandlers:
         clearing up, say)."""
         return self.raised and not follows_an_interrupt(error)
 
+    @abstractmethod
     def handle(self, number: int, again: bool) -> None:
         """What a signal does, the first or another one; may raise KeyboardInterrupt."""
-        raise NotImplementedError
 
     def _called(self, number: int, frame: FrameType | None) -> None:
         again, self.signal_number = self.signal_number is not None, number

@@ -4,6 +4,20 @@ from __future__ import annotations
 
 from qerl.metrics.metric import Metric, section
 
+STAGES = (
+    "switch",
+    "rollout",
+    "reward",
+    "logprobs",
+    "backward",
+    "optimizer",
+    "noise",
+    "diagnostics",
+    "evaluate",
+    "save",
+)
+"""Stages that a step is divided into, none of which holds another; what is left of ``time/step`` is bookkeeping."""
+
 _TIME = section(
     "Time",
     (

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from qerl.metrics.catalogue import ALARMS
+from qerl.metrics.machine_catalogue import STAGES
 from qerl.metrics.run_dir import RunDir
 from qerl.report import text
 from qerl.report.collect import (
@@ -20,7 +21,6 @@ from qerl.report.collect import (
 )
 from qerl.report.page import fill, import_renderers
 from qerl.report.plots import panels
-from qerl.report.plots_machine import STAGES
 from qerl.report.samples import OUTCOMES
 from qerl.report.speedup import Comparison, comparison_rows
 from qerl.report.three_questions import three_questions

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
+from qerl.metrics.machine_catalogue import STAGES
 from qerl.report.comparison import Comparison, Curve, PairRow
 from qerl.report.plot_parts import PERCENT, Panel, new_figure, rounded
-from qerl.report.plots_machine import STAGE_COLORS, STAGES
+from qerl.report.plots_machine import STAGE_COLORS
 from qerl.units import bytes_text
 
 if TYPE_CHECKING:

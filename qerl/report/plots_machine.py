@@ -3,22 +3,12 @@
 from __future__ import annotations
 
 from qerl.metrics.catalogue import ALARMS
+from qerl.metrics.machine_catalogue import STAGES
 from qerl.report.collect import RunData, memory_owners
 from qerl.report.plot_parts import SMOOTH_FROM, Panel, add_level, add_line, binned, log_axis, new_figure, rounded
 
-STAGES = (
-    "rollout",
-    "switch",
-    "reward",
-    "logprobs",
-    "backward",
-    "optimizer",
-    "noise",
-    "diagnostics",
-    "save",
-    "evaluate",
-)
-STAGE_COLORS = ("blue", "olive", "teal", "violet", "amber", "red", "green", "brown", "slate", "pink")
+STAGE_COLORS = ("olive", "blue", "teal", "violet", "amber", "red", "green", "brown", "pink", "slate")
+"""In the order of `STAGES`."""
 MOST_BARS = 120
 """Steps are averaged into at most this many bars."""
 

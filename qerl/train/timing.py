@@ -11,20 +11,7 @@ import torch
 
 from qerl.kernels.compiling import CompileClock
 from qerl.memory import PhasePeaks
-
-STAGES = (
-    "switch",
-    "rollout",
-    "reward",
-    "logprobs",
-    "backward",
-    "optimizer",
-    "noise",
-    "diagnostics",
-    "evaluate",
-    "save",
-)
-"""Stages that a step is divided into, none of which holds another; what is left of ``time/step`` is bookkeeping."""
+from qerl.metrics.machine_catalogue import STAGES
 
 
 class StageTimer:

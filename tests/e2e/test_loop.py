@@ -11,11 +11,11 @@ import pytest
 from qerl.config.load import load_config
 from qerl.data.synthetic import arithmetic_problems
 from qerl.metrics.catalogue import is_reproducible
+from qerl.metrics.machine_catalogue import STAGES
 from qerl.metrics.run_dir import RunDir
 from qerl.model.aqn import NoiseState
 from qerl.rollout.engine import Engine
 from qerl.train.run import train
-from qerl.train.timing import STAGES
 
 BASE = [
     "model.path=demo",

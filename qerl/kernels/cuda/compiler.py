@@ -68,11 +68,11 @@ def compile_cuda(
             return path.read_bytes()
         reason = _unfit(compiler, arch)
         if reason is None:
-            if quiet:
-                with compiling.counted():
+            with compiling.counted():
+                if quiet:
                     code = compiler.compile(source, name, arch, macros)
-            else:
-                code = _timed(compiler, source, name, arch, macros, passed)
+                else:
+                    code = _timed(compiler, source, name, arch, macros, passed)
             _write(path, code)
             return code
         passed[compiler.label] = reason
@@ -99,8 +99,7 @@ def _timed(
         file=sys.stderr,
         flush=True,
     )
-    with compiling.counted():
-        code = compiler.compile(source, name, arch, macros)
+    code = compiler.compile(source, name, arch, macros)
     print(f"{time.monotonic() - start:.1f} s", file=sys.stderr, flush=True)
     return code
 

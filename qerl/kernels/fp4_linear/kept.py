@@ -174,8 +174,7 @@ def run(
 ) -> Tensor:
     """y [T, O] in `dtype`, cut by `shape`, whose columns end with every piece but the last."""
     x_TI = x_TI.contiguous()
-    y_TO = torch.empty(x_TI.shape[0], values_OI.shape[0], dtype=dtype, device=x_TI.device)
-    grid, arguments, options = _launch(x_TI, values_OI, bias_O, pieces, placements, a_RI, b_OR, shape, y_TO)
+    y_TO, grid, arguments, options = _launch(x_TI, values_OI, bias_O, pieces, placements, a_RI, b_OR, shape, dtype)
     _product[grid](*arguments, **options)
     return y_TO
 
@@ -194,8 +193,7 @@ def compile_call(
     found = _cut(x_TI, weight, placements)
     assert found is not None and weight.kept_OI is not None, (x_TI.shape, weight.shape)
     pieces, shape = found
-    y_TO = torch.empty(x_TI.shape[0], weight.shape[0], dtype=dtype, device=x_TI.device)
-    grid, arguments, options = _launch(x_TI, weight.kept_OI, bias_O, pieces, placements, a_RI, b_OR, shape, y_TO)
+    _, grid, arguments, options = _launch(x_TI, weight.kept_OI, bias_O, pieces, placements, a_RI, b_OR, shape, dtype)
     _product.warmup(*arguments, grid=grid, **options)
 
 
@@ -220,14 +218,15 @@ def _launch(
     a_RI: Sequence[Tensor],
     b_OR: Sequence[Tensor],
     shape: Shape,
-    y_TO: Tensor,
-) -> tuple[tuple[int, int], tuple[Any, ...], dict[str, Any]]:
-    """(grid, arguments, options) of the kernel."""
+    dtype: torch.dtype,
+) -> tuple[Tensor, tuple[int, int], tuple[Any, ...], dict[str, Any]]:
+    """(y, whose numbers are still to be made, and grid, arguments and options of the kernel that makes them)."""
     assert all(piece.stop % shape.columns == 0 for piece in pieces[:-1]), (shape, pieces)
     (tokens, d_in), d_out = x_TI.shape, values_OI.shape[0]
     rank = max((place.ranks.stop - place.ranks.start for place in placements), default=0)
     slots = max(16, power_of_2(rank)) if rank else 0
     tiles = ceil_div(tokens, shape.rows) * ceil_div(d_out, shape.columns)
+    y_TO = torch.empty(tokens, d_out, dtype=dtype, device=x_TI.device)
     sums, counters = y_TO, y_TO
     if shape.splits > 1:
         assert tiles <= TILE_COUNTERS, tiles
@@ -273,7 +272,7 @@ def _launch(
         "num_stages": shape.stages_of(slots),
         **overlap(x_TI.device),
     }
-    return (tiles, shape.splits), arguments, options
+    return y_TO, (tiles, shape.splits), arguments, options
 
 
 _RUNTIME = ["tokens", "splits", "stop0", "stop1", "stop2"]
