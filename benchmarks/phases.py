@@ -39,6 +39,8 @@ class Case:
     """``passes``, ``peers``, ``full``, ``whole`` or ``capped``."""
     size: str
     format: str = "nvfp4"
+    copies: bool = False
+    """Dequantized copies of the weights are kept (``quant.dense_cache``), which a run of a 0.5B does by itself where a GPU has room."""
     optimizer: str = "adamw"
     """Name of the optimizer (``optim.name``)."""
     checkpointing: str = "full"
@@ -64,9 +66,10 @@ class Case:
         limited = f" in {self.cap_gb:g} GB" if self.cap_gb else ""
         if self.kind in ("whole", "capped"):
             return f"{self.size} {self.format}{limited}, step of {8 * self.prompts} x {self.new}"
+        kept = ", copies kept" if self.copies else ""
         way = "" if self.checkpointing == "full" else f", checkpointing {self.checkpointing}"
         wide = "" if self.shapes[-1] == MICRO_BATCH else f", micro-batches of {self.shapes[-1]}"
-        return f"{self.size} {self.format}{way}{wide}"
+        return f"{self.size} {self.format}{kept}{way}{wide}"
 
 
 class Run:
@@ -87,8 +90,8 @@ class Run:
         self.new = new if case.cap_gb is not None else self.sampled
         spec = spec_of(case.size, tiny=tiny)
         self.model = random_model(
-            spec, format=case.format, device=self.device, dtype=torch.bfloat16, full=case.kind == "full"
-        )
+            spec, format=case.format, dense_cache=case.copies, device=self.device, dtype=torch.bfloat16, full=case.kind == "full"
+        )  # fmt: skip
         self.optimizer = make_optimizer(self.model.trainable_parameters(), self.config(MICRO_BATCH).optim)
         self.prompts = questions(spec, case.prompts, prompt)
         # No token ends an answer.
@@ -99,6 +102,7 @@ class Run:
     def config(self, budget: int) -> Any:
         # Micro-batches that are compared with others have as many tokens; whole steps share what they can.
         more = ["train.share_prompts=false"] if self.case.kind in ("passes", "full") else []
+        more += [f"quant.dense_cache={'on' if self.case.copies else 'off'}"]
         more += ["train.mode=full", f"optim.name={self.case.optimizer}"] if self.case.kind == "full" else []
         return settings(
             self.case.format, self.case.checkpointing, prompts=self.case.prompts, prompt=self.prompt, answer=self.new,

@@ -11,7 +11,8 @@ rank 32 on all seven projections with B not zero. A step is timed as the engine 
 decode rounds of a call over their steps, median of several calls (``ms_per_step``), and over all calls the median, second and eighth decile of single
 rounds, which are the steps between two looks (``rounds``: 23 a call of 192 tokens). A captured step alone is timed after the calls, 20 times (``captured_us_deciles``); unless ``--bare``, kernel times come from
 a profile of one whose launches do not overlap (`apart`), since kernels that overlap count their waiting. The floor of a step is the sum over linear layers, head, adapters and cache of the larger of bytes / 4.28 TB/s and
-operations / 790 TFLOP/s. ``--realistic``: 64 prompts x 8 answers, 256 tokens in, lengths from a long-tailed distribution up to 2048.
+operations / 790 TFLOP/s. Dequantized copies of weights are kept where ``qerl train`` and ``qerl rollout`` keep them on this device, unless ``--dense-cache`` says otherwise; ``copies`` of a cell
+tells whether there are any, and the floor is that of packed weights all the same. ``--realistic``: 64 prompts x 8 answers, 256 tokens in, lengths from a long-tailed distribution up to 2048.
 ``--tiny`` runs all of it on the CPU with toy shapes, and without profile.
 """
 
@@ -38,6 +39,8 @@ from benchmarks.captured import profile
 from benchmarks.stored import write_result
 from benchmarks.synthetic import StubTokenizer, model_spec, random_model
 from benchmarks.timing import deciles, require_gpu
+from qerl import memory
+from qerl.config.load import load_config
 from qerl.kernels import philox
 from qerl.model.aqn import NoiseState
 from qerl.model.decoder import Decoder
@@ -195,7 +198,6 @@ def realistic(model: Decoder, noise: Any, calls: int) -> dict[str, Any]:
 
 def real(folder: str, data: str, prompts: int, answer: int, settings: list[str]) -> dict[str, Any]:
     """A real model on questions of a data set, with its own stops: the sampling of a training step, 8 answers a prompt."""
-    from qerl.config.load import load_config
     from qerl.train.prompts import load_prompts
     from qerl.train.session import open_session
 
@@ -215,7 +217,8 @@ def real(folder: str, data: str, prompts: int, answer: int, settings: list[str])
     for seed in range(3):
         _, stats = session.engine.generate(questions, SamplingSpec(max_new_tokens=answer, seed=seed), group_size=8)
         results.append(stats)
-    return {"model": folder, "data": data, "settings": settings, "calls": results}
+    kept = session.config.quant.dense_cache
+    return {"model": folder, "data": data, "settings": settings, "dense_cache": kept, "calls": results}
 
 
 def show(cell: dict[str, Any], started: float) -> None:
@@ -225,11 +228,19 @@ def show(cell: dict[str, Any], started: float) -> None:
         return
     print(
         f"[{time.perf_counter() - started:5.1f} s] {cell['size']} {cell['format']:6} head {cell['head']} {cell['noise']:8} "
-        f"{cell['sequences']:4} sequences {cell['ms_per_step']:7.3f} ms {'together ' * cell['together']}({100 * cell['of_floor']:3.0f} % of the floor) "
+        f"{cell['sequences']:4} sequences {cell['ms_per_step']:7.3f} ms {'together ' * cell['together']}{'copies kept ' * cell['copies']}({100 * cell['of_floor']:3.0f} % of the floor) "
         f"{cell['tokens_per_second']:8.0f} tokens/s  captured {cell.get('captured_us_deciles', '')} us  "
         f"{ {key: value for key, value in cell.get('apart', {}).items() if key != 'slowest_us'} }",
         flush=True,
     )
+
+
+def keeps_copies(spec: ModelSpec, format: str, setting: str, device: torch.device) -> bool:
+    """Whether copies of weights are kept by that setting of ``quant.dense_cache``, as a session decides it."""
+    config = load_config(None, [f"quant.format={format}", f"quant.dense_cache={setting}"])
+    budget = memory.budget_of(config, device)
+    room = None if budget is None else budget.size
+    return memory.uses_dense_cache(memory.settle_copies(config, spec, room, device_type=device.type), device.type)
 
 
 def models_of(arguments: argparse.Namespace) -> Iterator[tuple[str, str, list[str]]]:
@@ -268,7 +279,9 @@ def main() -> None:
         "--together", default="off", help="off, on or off,on: rows of one prompt read its pages together"
     )
     parser.add_argument("--realistic", action="store_true")
-    parser.add_argument("--dense", action="store_true", help="keep dequantized copies (quant.dense_cache=on)")
+    parser.add_argument(
+        "--dense-cache", choices=("auto", "on", "off"), default="auto", help="copies of weights (quant.dense_cache)"
+    )
     parser.add_argument("--bare", action="store_true", help="without a profile of the kernels of the captured step")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--model", help="a real model's folder, instead of random weights")
@@ -302,15 +315,16 @@ def main() -> None:
     if arguments.model:
         add(real(arguments.model, arguments.data, arguments.prompts, arguments.answer, arguments.settings))
         return
+    device = torch.device("cpu" if arguments.tiny else "cuda")
     for format, head_format, scopes in models_of(arguments):
-        spec = model_spec(arguments.size)
+        spec = tiny(model_spec(arguments.size)) if arguments.tiny else model_spec(arguments.size)
         model = random_model(
-            tiny(spec) if arguments.tiny else spec,
+            spec,
             format=format,
             rank=arguments.rank,
-            dense_cache=arguments.dense,
+            dense_cache=keeps_copies(spec, format, arguments.dense_cache, device),
             head=head_format,
-            device="cpu" if arguments.tiny else "cuda",
+            device=device,
         )
         for scope in scopes:
             noise = None
@@ -324,6 +338,7 @@ def main() -> None:
                 "head": head_format,
                 "noise": scope,
                 "rank": arguments.rank,
+                "copies": memory.measure_resident(model)["dense_cache"] > 0,
             }
             for sequences, together in cells_of(arguments, scope):
                 if reached(f"{format}/{head_format}, noise {scope}, {sequences}{' together' * together}"):

@@ -5,7 +5,7 @@
 
 Models have Qwen2.5 shapes and random weights (speed does not depend on the values), LoRA rank 32 on all seven projections with
 trained norms. ``passes``: an update from eight answers of 2048 tokens, of which 1920 are in the loss, in micro-batches of 4k and of
-8k tokens (no prompt shared); times are of one micro-batch of 8192, or of as many tokens as the row names. ``peers``: the same micro-batch by peft and transformers, on BF16 and on
+8k tokens (no prompt shared), of a 0.5B also with copies of the weights kept, as a run of one does by itself; times are of one micro-batch of 8192, or of as many tokens as the row names. ``peers``: the same micro-batch by peft and transformers, on BF16 and on
 bitsandbytes' NF4. ``step`` is an update from all answers. ``full``: the passes where every weight learns, with AdamW's moments in float32 and
 in 8 bits, and its memory beside the plan. ``whole``: rollout (all answers as long as they may be), log-probs, backward and update of one step; and the
 speed-up of NVFP4 over BF16, by the clock and from parts. ``capped``: the same in one process under a cap of memory, with BF16 under
@@ -63,8 +63,13 @@ CASES = (
     Case(kind="passes", size="7B", updates=3, needs=0),
     Case(kind="passes", size="7B", format="bf16", updates=3),
     Case(kind="passes", size="0.5B", updates=3, needs=5),
+    Case(kind="passes", size="0.5B", copies=True, updates=3, needs=5),
     Case(kind="passes", size="0.5B", format="bf16", updates=3, needs=5),
     Case(kind="passes", size="0.5B", checkpointing="none", shapes=(65536,), prompts=4, updates=3, needs=5),
+    Case(kind="passes", size="0.5B", copies=True, checkpointing="none", shapes=(65536,), prompts=4, updates=3, needs=5),
+    Case(
+        kind="passes", size="0.5B", format="bf16", checkpointing="none", shapes=(65536,), prompts=4, updates=3, needs=5
+    ),
     Case(kind="passes", size="7B", checkpointing="none", shapes=(8192,)),
     Case(kind="passes", size="7B", checkpointing="selective", shapes=(8192,)),
     Case(kind="passes", size="14B"),

@@ -213,6 +213,8 @@ def test_the_rollout_benchmark_runs_in_toy_shapes(tmp_path):
         ("bf16", "bf16", "off", 3),
         ("nvfp4", "nvfp4", "off", 3),
     ]
+    # As a session on the CPU keeps them; of what is not packed there are none.
+    assert [cell["copies"] for cell in timed] == [True, True, False, True]
     assert all(0 < cell["of_floor"] < 1 for cell in timed)
     assert all(cell["ms_min_max"][0] <= cell["ms_per_step"] <= cell["ms_min_max"][1] for cell in timed)
     # On the CPU the host looks at every token; a round is between two looks.

@@ -4,6 +4,7 @@ Prediction needs no weights and no device. Owners are disjoint. 1 GB = 1e9 bytes
 
 * ``shapes``: sizes that depend on the model and the configuration alone;
 * ``pages``: the least of keys and values;
+* ``copies``: whether dequantized copies of weights are kept;
 * ``ledger``: ``predict`` adds them up by phase;
 * ``advice``: does it fit, what would, and what each setting buys;
 * ``measure``: bytes of the tensors that exist, peaks by phase, and both against the prediction.
@@ -21,6 +22,7 @@ from qerl.memory.advice import (
     resolve,
     together,
 )
+from qerl.memory.copies import settle_copies
 from qerl.memory.ledger import PHASES, Ledger, check_cache, kv_bytes, predict
 from qerl.memory.measure import PhasePeaks, device_bytes, held_against, measure_resident, process_bytes, return_unused
 from qerl.memory.shapes import policy_bytes, trained_tensors, uses_dense_cache
@@ -47,6 +49,7 @@ __all__ = [
     "process_bytes",
     "resolve",
     "return_unused",
+    "settle_copies",
     "together",
     "trained_tensors",
     "uses_dense_cache",

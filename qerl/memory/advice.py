@@ -13,9 +13,8 @@ from pydantic import ValidationError
 
 from qerl.config.schema import Config
 from qerl.errors import ConfigError, MemoryBudgetError
-from qerl.kernels.fp4_linear.regimes import SMALL_WEIGHT
+from qerl.memory.copies import copies_pay, with_copies
 from qerl.memory.ledger import PHASES, check_cache, mini_batch_tokens, predict, wanted_kv_bytes
-from qerl.memory.shapes import largest_group
 from qerl.model.recompute import Checkpointing
 from qerl.model.spec import ModelSpec
 from qerl.units import GB, bytes_text
@@ -32,8 +31,6 @@ MOST_TRIED = 1 << 20
 """Tokens of a pass up to which the most that fits is looked for."""
 HALF = 0.5
 """Share of what keys and values could have by being given back, from which they are rather kept."""
-COPIES_SHARE = 0.05
-"""Share of the budget up to which a GPU has room for V beside the packed weights (``quant.dense_cache``)."""
 SMALLEST_GB = 1e-6
 """Stands for no room at all, which the setting does not allow."""
 ORDER: tuple[Checkpointing, ...] = ("none", "selective", "full")
@@ -113,28 +110,21 @@ def resolve(config: Config, spec: ModelSpec, budget: Budget | None, *, device_ty
     selective and full with which all of it fits. If none does: full, and the keys and values of a GPU get what is left, while training
     too if that is at least half of what they could have by being given back (``rollout.keep_cache``, ``rollout.kv_cache_gb``).
     ``train.token_budget`` is decided before all that, with the way of checkpointing that its passes leave room for. ``quant.dense_cache`` is
-    on for a GPU where every weight is one that is kept (a whole layer has been timed so, and no other), the copies are a small share of
-    the budget (``COPIES_SHARE``), and they change none of the other decisions but that of tokens.
+    on where copies pay (:func:`qerl.memory.copies.copies_pay`) and change none of the other decisions but that of tokens.
 
     Raises:
         ConfigError: ``rollout.kv_cache_gb`` has no room for one sequence.
     """
-    if device_type != "cuda" or config.quant.dense_cache != "auto":
+    pays = copies_pay(config, spec, None if budget is None else budget.size, device_type=device_type)
+    if pays is None:
         return _resolve(config, spec, budget, device_type)
-    kept = changed(config, "quant.dense_cache", "on")
-    copies = predict(kept, spec, device_type=device_type).resident["dense_cache"]
-    if copies == 0:
-        return _resolve(config, spec, budget, device_type)
-    without = _resolve(changed(config, "quant.dense_cache", "off"), spec, budget, device_type)
-    timed = config.model.dtype == "bfloat16" and largest_group(spec) < SMALL_WEIGHT
-    if budget is None or not timed or copies > COPIES_SHARE * budget.size:
+    without = _resolve(with_copies(config, False), spec, budget, device_type)
+    if budget is None or not pays:
         return without
-    with_copies = _resolve(kept, spec, budget, device_type)
-    fits = predict(with_copies, spec, device_type=device_type).peak <= budget.size
-    alike = changed(with_copies, "quant.dense_cache", "off") == changed(
-        without, "train.token_budget", with_copies.train.token_budget
-    )
-    return with_copies if fits and alike else without
+    kept = _resolve(with_copies(config, True), spec, budget, device_type)
+    fits = predict(kept, spec, device_type=device_type).peak <= budget.size
+    alike = with_copies(kept, False) == changed(without, "train.token_budget", kept.train.token_budget)
+    return kept if fits and alike else without
 
 
 def _resolve(config: Config, spec: ModelSpec, budget: Budget | None, device_type: str) -> Config:

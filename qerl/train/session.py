@@ -27,6 +27,7 @@ class Session:
     """The live objects of one model."""
 
     config: Config
+    """As asked for, with ``quant.dense_cache`` decided."""
     model_path: Path
     model: Decoder
     tokenizer: Tokenizer
@@ -61,6 +62,8 @@ def open_session(
     spec = ModelSpec.from_folder(model_path)
     check_lengths(config, spec)
     memory.check_cache(config, spec, device.type)
+    budget = memory.budget_of(config, device)
+    config = memory.settle_copies(config, spec, None if budget is None else budget.size, device_type=device.type)
     tokenizer = load_tokenizer(model_path)
     model = load_model(
         model_path,
@@ -75,7 +78,7 @@ def open_session(
     )
     if adapter is not None:
         load_adapter(model, adapter)
-    # Without a plan (train.fit) the engine takes what it finds free.
+    # Without a plan (train.fit) the engine takes what it finds free, once copies of weights are there.
     planned = config.rollout.keep_cache != "auto" or config.rollout.kv_cache_gb != "auto"
     engine = Engine(
         model,

@@ -225,7 +225,7 @@ def sample_target(
         0, behavior_rows(rollout, groups, [False] * len(groups)), run_facts=run_facts(session, weights_hash)
     )
     run.write_json(run.env_path, collect_env())
-    run.write_text(run.config_path, dump_config(config))
+    run.write_text(run.config_path, dump_config(session.config))
     scorable = [score.outcome.value for score in scores if score.reward is not None]
     accuracy = scorable.count("correct") / len(scorable) if scorable else None
     return {**stats, "path": path, "answers": len(completions), "accuracy": accuracy}

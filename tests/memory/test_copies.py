@@ -37,6 +37,20 @@ def test_weights_are_kept_dequantized_where_that_is_a_small_share_of_a_gpu(size,
     assert memory.resolve(config, spec, bound, device_type="cpu").quant.dense_cache == config.quant.dense_cache
 
 
+@pytest.mark.parametrize("gigabytes", [None, 14.2, 14.4, 132])
+@pytest.mark.parametrize("size", ["0.5b", "3b", "7b"])
+@pytest.mark.parametrize("asked", ["auto", "on", "off"])
+@pytest.mark.parametrize("device_type", ["cuda", "cpu"])
+def test_a_session_without_a_plan_keeps_the_copies_that_training_keeps(gigabytes, size, asked, device_type):
+    """Where the plan of training has room for all else, so that copies take nothing from it."""
+    spec, config = qwen(size), configured("rollout.prompts_per_step=4", f"quant.dense_cache={asked}")
+    room = None if gigabytes is None else budget(gigabytes)
+    planned = memory.resolve(config, spec, room, device_type=device_type)
+    settled = memory.settle_copies(config, spec, room and room.size, device_type=device_type)
+    assert settled.quant == planned.quant
+    assert settled.model_copy(update={"quant": config.quant}) == config, "nothing else changes"
+
+
 def test_copies_of_weights_make_nothing_else_smaller():
     """Where the plan just fits, they are left out, whatever their share."""
     settings = ("rollout.prompts_per_step=8", "train.checkpointing=none", "train.token_budget=65536")

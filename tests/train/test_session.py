@@ -1,0 +1,50 @@
+"""What a session decides that no plan of training has decided."""
+
+import json
+
+import pytest
+import torch
+
+from qerl import memory
+from qerl.config.load import load_config
+from qerl.train import session
+
+SMALL = ("rollout.max_prompt_tokens=8", "rollout.max_new_tokens=6", "lora.rank=2")
+SHAPES = {
+    "model_type": "qwen2",
+    "vocab_size": 151936,
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32768,
+    "tie_word_embeddings": True,
+}
+"""Of a 0.5B."""
+
+
+@pytest.mark.parametrize(("gigabytes", "choice"), [(24, "on"), (14.2, "off")])
+def test_rollouts_and_evaluations_load_the_copies_that_pay(tmp_path, monkeypatch, gigabytes, choice):
+    """A model that is not trained has no plan; what is kept of .716 GB of weights is decided for the device all the same."""
+    (tmp_path / "config.json").write_text(json.dumps(SHAPES))
+    monkeypatch.setattr(session, "resolve_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(session, "load_tokenizer", lambda path: None)
+
+    def load_model(path, *, quant, **rest):
+        raise StopIteration(quant.dense_cache)
+
+    monkeypatch.setattr(session, "load_model", load_model)
+    with pytest.raises(StopIteration, match=f"^{choice}$"):
+        session.open_session(load_config(None, [f"train.memory_budget={gigabytes}", f"model.path={tmp_path}"]))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("gigabytes", "choice"), [(8, "on"), (0.001, "off")])
+def test_a_session_holds_the_copies_that_it_decided_on(gigabytes, choice):
+    settings = ("model.path=demo", "model.device=cuda", "model.dtype=bfloat16", f"train.memory_budget={gigabytes}")
+    opened = session.open_session(load_config(None, [*SMALL, *settings]))
+    held = memory.measure_resident(opened.model)["dense_cache"]
+    assert opened.config.quant.dense_cache == choice and (held > 0) == (choice == "on")
+    ledger = memory.predict(opened.config, opened.model.spec, device_type="cuda")
+    assert held == ledger.resident["dense_cache"]
