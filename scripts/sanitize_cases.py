@@ -1,7 +1,7 @@
 """The kernels of the package on small shapes: what `scripts/sanitize.py` runs under its tools.
 
 A case names the kernels that it launches, and fails if it does not launch them. `tests/kernels/test_sanitize.py` compares the names with
-the package's kernels, and runs the Triton cases in the interpreter.
+the package's kernels and with what the dispatch launches on sm_90, and runs the Triton cases in the interpreter.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 from qerl.formats import PackedWeight, get_format
 from qerl.kernels.cuda import Kernel
-from qerl.kernels.fp4_linear import AdapterPart, decode, dense, fp4_linear, keep, kept, middle
+from qerl.kernels.fp4_linear import AdapterPart, decode, dense, fp4_linear, keep, kept, middle, regimes
 from qerl.kernels.fp4_linear.adapter import flatten
 from qerl.kernels.fp4_linear.shrink import shrink
 
@@ -101,10 +101,17 @@ def linear_cases(formats: tuple[str, ...]) -> Iterator[Case]:
         # Blocks of NF4 may not straddle rows.
         inputs = d_in if name in ("nvfp4", "mxfp4") else 320
         weight, parts = weight_of(name, segments, inputs), given.parts(segments, inputs, 8)
-        for rows in (1, 16):
+        for rows in (1, regimes.few_rows(name)):
             yield Case(
                 f"decode {name}, {rows} rows",
                 lambda r=rows, w=weight, p=parts, i=inputs: fp4_linear(given.normal(r, i), w, bias, p),
+                ("decode",),
+            )
+        if regimes.few_rows(name) < regimes.DECODE_ROWS:
+            placed = flatten(parts)
+            yield Case(
+                f"decode {name}, {regimes.DECODE_ROWS} rows, which devices without a middle kernel ask for",
+                lambda w=weight, p=placed, i=inputs: decode.product(given.normal(regimes.DECODE_ROWS, i), w, bias, *p),
                 ("decode",),
             )
         for rows in (20, 64, 100, 200) if name == "nvfp4" else (33,):
@@ -136,7 +143,8 @@ def fp8_cases() -> Iterator[Case]:
     given, shape = Inputs("cuda"), (361, 328)
     head = get_format("fp8").tiled(get_format("fp8").quantize(given.normal(*shape)))
     for rows in (3, 16, 40, 100, 200):
-        kernel, product = ("decode", decode.product) if rows <= 16 else ("middle", middle.product)
+        few = rows <= regimes.DECODE_ROWS
+        kernel, product = ("decode", decode.product) if few else ("middle", middle.product)
         yield Case(
             f"{kernel} fp8, {rows} rows",
             lambda r=rows, p=product: p(given.normal(r, 328), head, None, (), (), (), dtype=torch.float32),
@@ -339,7 +347,7 @@ def head_cases(device: str) -> Iterator[Case]:
         lambda: log_probs(given.normal(501, 96).requires_grad_(), 2),
         (*forward, "token_logprobs.device.logits_gradient"),
     )
-    few = {"fp8": ("token_logprobs.logits._fp8_logits",), "nvfp4": ("decode",)}
+    few = {"fp8": ("token_logprobs.logits._fp8_logits",), "nvfp4": ("decode", "middle")}
     for name in few if device == "cuda" else ():
         head = get_format(name).quantize(given.normal(501, 96))
         if name == "nvfp4":

@@ -6,8 +6,9 @@ racecheck is asked about the same kernels, changed in a few places of their sour
   no warp arrives at a named barrier without waiting there. In middle the threads that tell and learn that an adapter's B is there do so at a named
   barrier, and every lane tells for itself that it has read it, instead of lane 0 for all behind a `__syncwarp`. A store and a load without an
   order between them would be reported here too.
-* `fault`: an order is taken out: no barrier of the block in front of the last sums in decode, and B read in front of the wait in middle. The tool must
-  report it, else its silence says nothing.
+* `fault`: an order is taken out: in decode the last sums are made without the block's barrier and in front of the wait for what other blocks sent (behind
+  that wait the tool may say nothing of a barrier that is missing), and in middle B is read in front of the wait. The tool must report it, else its silence
+  says nothing.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from qerl.kernels.fp4_linear.workspace import whole_source
 
 _BLOCK = "    __syncthreads();\n"
 _SUMS = "#if CLUSTER > 1\n    barrier_wait(smem_address(&arrived), parity);\n#endif\n"
+_FINISH = "    finish(p, s, of, round, tiles, first, last, warp, lane);\n"
 _SHARES = 'asm volatile("bar.arrive 2,'
 _TOLD = "        arrive(feed.adapter_full);\n"
 _LEARNT = "      barrier_wait(feed.adapter_full, uses & 1);\n"
@@ -48,7 +50,10 @@ CHANGES = {
             (_COUNTS, _COUNTS.replace(": WARPS", ": i == 5 ? CONSUMERS : WARPS")),
         ),
     },
-    "fault": {"decode": ((_BLOCK + _SUMS, _SUMS),), "middle": ((_LEARNT, ""), (_READ, _LEARNT + _READ))},
+    "fault": {
+        "decode": ((_BLOCK + _SUMS + _FINISH, _FINISH + _SUMS),),
+        "middle": ((_LEARNT, ""), (_READ, _LEARNT + _READ)),
+    },
 }
 """Twin -> kernel -> what is replaced in its source by what."""
 KERNELS = tuple(CHANGES["plain"])

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from pretended import pretend
 from specialization import recorded
 from triton.runtime._async_compile import active_mode
 
@@ -36,14 +37,7 @@ ROWS = 2100
 @pytest.fixture
 def hopper(monkeypatch):
     """An H200 as far as choices ask for one; gives what was compiled and what was loaded."""
-    space = SimpleNamespace(
-        device=torch.device("cpu"), multiprocessors=132, shared_limit=232448, geometries={},
-        resident_clusters=lambda launch: 66, alphas=lambda weight: (1.0,) * len(weight.segments),
-        counters=lambda: torch.zeros(1, dtype=torch.int32),
-    )  # fmt: skip
-    for module in (kept, decode, middle, dense):
-        monkeypatch.setattr(module, "workspace", lambda device: space)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: regimes.HOPPER)
+    pretend(monkeypatch)
     monkeypatch.setattr(ahead, "architecture", lambda device: "sm_90a")
     done = SimpleNamespace(compiled=[], loaded=[])
 

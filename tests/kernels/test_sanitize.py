@@ -12,13 +12,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 import triton_cpu  # noqa: F401 - prepares the interpreter, before any kernel module
+from pretended import pretend
 from triton.runtime.interpreter import InterpretedFunction
 
 import qerl.kernels
+from qerl.formats.tiles import TiledFormat
 from qerl.kernels import dispatch
-from qerl.kernels.cuda import compile_cuda
+from qerl.kernels.cuda import Kernel, TensorMap, compile_cuda
 from qerl.kernels.cuda.compiler import has_compiler
-from qerl.kernels.fp4_linear import geometry, kept, middle
+from qerl.kernels.fp4_linear import decode, dense, geometry, kept, middle, regimes
+from qerl.kernels.fp4_linear import shrink as shrinking
 from qerl.kernels.fp4_linear.tiled import TILED
 
 PACKAGE = Path(qerl.kernels.__file__).parent
@@ -102,6 +105,49 @@ def test_every_kernel_of_the_package_is_launched_by_a_case(on_the_cpu):
     assert len(kernels) >= 29 and {"decode", "middle", "cached_attention.contexts.attend_together"} <= kernels
     assert kernels - named == set(), "no case, and no reason in NO_CASE"
     assert set(CASES.NO_CASE) <= kernels
+
+
+@pytest.fixture
+def on_a_pretended_h200(on_the_cpu, monkeypatch):
+    """CUDA C++ kernels are chosen as on an H200, and their launches noted and left out."""
+
+    def compiled(device, name, defines=(), extra=""):
+        kernel = object.__new__(Kernel)
+        kernel._name = name
+        return kernel
+
+    space, counters = pretend(monkeypatch), torch.zeros(1 << 15, dtype=torch.int32)
+    space.counters = lambda: counters
+    space.sums = lambda numbers: torch.empty(numbers)
+    space.scratch = lambda rows, columns: torch.empty(rows, columns, dtype=torch.bfloat16)
+    for module in (decode, dense, middle, shrinking):
+        monkeypatch.setattr(module, "compiled", compiled)
+    monkeypatch.setattr(middle, "tensor_map", lambda *arguments, **options: TensorMap())
+    monkeypatch.setattr(Kernel, "launch", lambda *arguments: None)
+    monkeypatch.setattr(TiledFormat, "for_device", TiledFormat.tiled)
+    inputs = CASES.Inputs
+    monkeypatch.setattr(CASES, "Inputs", lambda device: inputs("cpu"))
+
+
+def test_cases_of_cuda_kernels_launch_what_they_name_as_the_dispatch_chooses(on_a_pretended_h200):
+    """Where the dispatch moves a number of rows to another kernel, the cases move with it, or this fails."""
+    of_devices = (CASES.kept_cases, CASES.head_cases)
+    every = [
+        *CASES.linear_cases(CASES.FORMATS),
+        *CASES.fp8_cases(),
+        *(case for cases in of_devices for case in cases("cuda") if set(case.kernels) & cuda_kernels()),
+    ]
+    named = set()
+    for case in every:
+        with CASES.launches() as launched:
+            case.run()
+        assert set(case.kernels) <= launched, case.name
+        named |= set(case.kernels)
+    assert named >= cuda_kernels() - set(CASES.NO_CASE)
+    names = [case.name for case in every]
+    for name in CASES.FORMATS:
+        assert {f"decode {name}, {rows} rows" for rows in (1, regimes.few_rows(name))} <= set(names)
+    assert len(set(names)) == len(names)
 
 
 def test_every_tool_runs_over_its_parts_and_racecheck_over_twins_of_them():

@@ -35,6 +35,11 @@ MOST_ROWS = max(MIDDLE_ROWS, DECODE_ROWS_WITHOUT_MIDDLE, KEPT_ROWS.stop - 1)
 """Rows of x above which no device and no weight has another kernel than dense."""
 
 
+def few_rows(name: str, *, head: bool = False) -> int:
+    """Rows of x up to which decode is asked before the middle kernel, of a weight in the format called `name` or of an LM head."""
+    return DECODE_ROWS_OF.get(name, DECODE_ROWS_OF_HEAD if head else DECODE_ROWS)
+
+
 def preferred(
     rows: int,
     numbers: int,
@@ -51,7 +56,7 @@ def preferred(
         kept: V is kept.
         adapters: there are adapters.
         tiled: the weight has tiles; of another, V alone can be read.
-        few: rows up to which decode is asked before the middle kernel.
+        few: rows up to which decode is asked before the middle kernel (`few_rows`).
     """
     of_kept = (KEPT_ROWS if tiled else KEPT_ROWS_WITHOUT_TILES) if adapters else KEPT_ROWS_OF_BASE
     if kept and capability == HOPPER and rows in of_kept:
