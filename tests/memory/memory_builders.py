@@ -17,6 +17,7 @@ _QWEN = {
 }
 _SHAPES = {
     "0.5b": (896, 4864, 24, 14, 2),
+    "1.5b": (1536, 8960, 28, 12, 2),
     "3b": (2048, 11008, 36, 16, 2),
     "7b": (3584, 18944, 28, 28, 4),
     "14b": (5120, 13824, 48, 40, 8),
@@ -28,7 +29,7 @@ _SHAPES = {
 def qwen_config(size):
     """The contents of a ``config.json``."""
     hidden, inner, layers, heads, kv_heads = _SHAPES[size]
-    small = {"tie_word_embeddings": True, "vocab_size": 151936} if size in ("0.5b", "3b") else {}
+    small = {"tie_word_embeddings": True, "vocab_size": 151936} if size in ("0.5b", "1.5b", "3b") else {}
     return {
         **_QWEN,
         **small,
