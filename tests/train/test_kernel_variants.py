@@ -28,8 +28,10 @@ from qerl.model.aqn import NoiseState
 from qerl.objective.batch import Sample
 from qerl.records import Completion, Prompt, SamplingSpec
 from qerl.rollout.engine import BUCKETS, Engine
+from qerl.train.diagnostics.passes import answer_hidden, pack_answers
 from qerl.train.learn import learn
 from qerl.train.noise.ahead import meet_noise
+from qerl.train.noise.measure import draws_for
 from qerl.train.optimizer import make_optimizer
 from qerl.train.timing import StageTimer
 
@@ -141,6 +143,11 @@ def test_noise_asks_nothing_of_a_compiler_that_was_not_asked_before_the_first_st
         noise = state.materialize(model)
         for step in range(3):
             learn(config, model, optimizer, answers(rng), noise=noise, completed=step, timer=StageTimer())
+        # What a stage begins with; passes without noise are those of training.
+        with torch.no_grad():
+            measured = draws_for(state).materialize(model)
+            for batch in pack_answers([s.completion for group in answers(rng) for s in group], 130, model.device):
+                answer_hidden(model, batch, measured)
     for name in ("rms_norm.triton._forward", "rms_norm.triton._backward", "philox.triton._normal_rows"):
         assert late.keys[name] <= early.keys[name], name
     assert len(early.keys["rms_norm.triton._backward"]) >= 3 and (
