@@ -9,6 +9,7 @@ from qerl.config.load import load_config
 from qerl.objective.advantage import advantages
 from qerl.objective.batch import make_samples
 from qerl.records import Group, Outcome
+from qerl.train import learn as learn_module
 from qerl.train.learn import learn
 from qerl.train.optimizer import make_optimizer
 from qerl.train.timing import StageTimer
@@ -23,7 +24,7 @@ def folder(tmp_path_factory):
 
 def learn_from(folder, groups, *settings):
     config = load_config(None, ["optim.updates_per_rollout=2", "lora.rank=2", *settings])
-    model = load_tiny(folder, lora=config.lora, seed=0)
+    model = load_tiny(folder, lora=config.lora, seed=0, keep_reference_norms=config.objective.kl_coef > 0)
     before = {name: parameter.detach().clone() for name, parameter in model.trainable_parameters().items()}
     values = advantages([[s.reward for s in group.scores] for group in groups])
     samples = make_samples(groups, values, mask_truncated=False)
@@ -43,6 +44,31 @@ def test_one_group_for_two_updates_makes_one_update_that_is_on_policy(folder):
     metrics, moved = learn_from(folder, [group_of([Outcome.CORRECT, Outcome.WRONG])])
     assert (metrics["updates"], metrics["skipped_updates"]) == (1, 1) and moved
     assert metrics["entropy"] > 0 and "mismatch_kl" in metrics, "the sampling parameters are still in force"
+
+
+@pytest.mark.parametrize(
+    ("settings", "scored"),
+    [
+        (("objective.denominator=behavior",), []),
+        (("objective.denominator=recomputed",), [False]),
+        (("objective.denominator=behavior", "objective.kl_coef=0.1"), [True]),
+        (("objective.denominator=recomputed", "objective.kl_coef=0.1"), [False, True]),
+    ],
+)
+def test_what_the_engine_recorded_is_not_scored_again_nor_a_reference_without_a_kl_term(
+    folder, monkeypatch, settings, scored
+):
+    """Beside the pass that learns, a micro-batch has one of the sampling policy and one of the reference only where they are asked for."""
+    passes, found = [], learn_module.policy_logprobs
+
+    def counted(*arguments, reference=False, **keywords):
+        passes.append((torch.is_grad_enabled(), reference))
+        return found(*arguments, reference=reference, **keywords)
+
+    monkeypatch.setattr(learn_module, "policy_logprobs", counted)
+    learn_from(folder, [group_of([Outcome.CORRECT, Outcome.WRONG])] * 2, *settings)
+    assert passes.count((True, False)) == 2 and len(passes) == 2 * (1 + len(scored))
+    assert {reference for gradient, reference in passes if not gradient} == set(scored)
 
 
 @pytest.mark.parametrize("settings", [(), ("objective.denominator=recomputed",), ("objective.type=gspo",)])
