@@ -237,7 +237,9 @@ def show(cell: dict[str, Any], started: float) -> None:
 
 def keeps_copies(spec: ModelSpec, format: str, setting: str, device: torch.device) -> bool:
     """Whether copies of weights are kept by that setting of ``quant.dense_cache``, as a session decides it."""
-    config = load_config(None, [f"quant.format={format}", f"quant.dense_cache={setting}"])
+    doubly = format == "nf4_dq"
+    asked = [f"quant.format={'nf4' if doubly else format}", f"quant.double_quant={doubly}"]
+    config = load_config(None, [*asked, f"quant.dense_cache={setting}"])
     budget = memory.budget_of(config, device)
     room = None if budget is None else budget.size
     return memory.uses_dense_cache(memory.settle_copies(config, spec, room, device_type=device.type), device.type)

@@ -4,6 +4,9 @@ import importlib
 from pathlib import Path
 
 import pytest
+import torch
+
+from qerl import memory
 
 
 @pytest.mark.parametrize("full", [False, True])
@@ -17,3 +20,22 @@ def test_small_unquantized_weights_are_read_by_kernels_but_where_they_train(monk
         model = synthetic.random_model(shape, format="bf16", dense_cache=dense_cache, device="cpu", full=full)
         for linear in model.grouped_linears():
             assert (linear.weight.kept_OI is None) == (linear.dense_OI is not None) == full
+
+
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp4", "nf4", "nf4_dq"])
+@pytest.mark.parametrize(
+    ("size", "gigabytes", "setting", "kept"),
+    [
+        ("0.5B", 140, "auto", True),
+        ("0.5B", 12, "auto", False),
+        ("0.5B", 12, "on", True),
+        ("0.5B", 140, "off", False),
+        ("1.5B", 140, "auto", False),
+        ("7B", 140, "auto", False),
+    ],
+)
+def test_rollouts_are_timed_with_the_copies_that_a_run_would_have(monkeypatch, format, size, gigabytes, setting, kept):
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[1]))
+    synthetic, rollout = (importlib.import_module(f"benchmarks.{name}") for name in ("synthetic", "rollout"))
+    monkeypatch.setattr(memory, "budget_of", lambda config, device: memory.parse_size(f"{gigabytes}GB"))
+    assert rollout.keeps_copies(synthetic.model_spec(size), format, setting, torch.device("cuda")) == kept
