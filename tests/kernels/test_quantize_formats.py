@@ -85,6 +85,13 @@ def test_a_code_is_the_number_of_middles_below_in_a_fine_sweep():
     assert_equal_bytes(sweep, "nf4", "ct")
 
 
+def test_a_number_at_the_edge_of_a_cell_has_its_code_on_either_side():
+    edges = ((torch.arange(30) - 14.5).double() / nf4._CELLS_OF_ONE).float()
+    for side in (-2.0, 2.0):
+        beside = torch.nextafter(edges, torch.tensor(side))
+        assert_equal_bytes(torch.cat((edges, beside, torch.tensor([1.0, -1.0, 0.0, 0.5])))[None], "nf4", "ct")
+
+
 @pytest.mark.parametrize("rounding", ["ct", "torchao"])
 @pytest.mark.parametrize("name", ["nf4", "mxfp4", "nvfp4"])
 @pytest.mark.parametrize(("value", "said"), [(float("nan"), "NaN"), (-float("inf"), "infinity")])

@@ -2,8 +2,10 @@
 """NF4, rounded to nearest, in one pass: a block of 64 knows its scale by itself.
 
 The arithmetic is that of `qerl.formats.nf4`: x = w * (1 / absmax), and its code is the number of middles between neighboring quantiles that x is
-above, found by four comparisons. Doubly quantized scales are made of the float32 ones by `qerl.formats.double_quant`, a second and small pass
-(one number for 64 weights) in torch. Weights are a thread's own by eights, and eight threads have a block.
+above. The 32 cells [(k - 16.5) / 15, (k - 15.5) / 15] hold at most one middle each: a table says how many are below the cell of x, and the one comparison that
+is left is with the cell's own. Rounding x to its cell is monotone, so this is exact however x is rounded at a cell's edge. Doubly quantized scales are
+made of the float32 ones by `qerl.formats.double_quant`, a second and small pass (one number for 64 weights) in torch. Weights are a thread's own by
+eights, and eight threads have a block.
 
 Legend: n elements of a flattened projection, N blocks of a program.
 """
@@ -23,6 +25,7 @@ from qerl.formats.nf4 import BLOCK, QUANTILES, SMALLEST_ABSMAX
 from qerl.kernels.sizes import ceil_div
 
 _PROGRAM_BLOCKS = 128
+_CELLS, _CELLS_OF_ONE, _MIDDLE_CELL = 32, 15, 16
 
 
 def rounded(weight_OI: Tensor, rows: tuple[int, ...], *, doubly: bool) -> tuple[PackedWeight, Tensor]:
@@ -62,9 +65,13 @@ def _projection(flat: Tensor, bad: Tensor) -> tuple[Tensor, Tensor]:
         bad,
         count,
         blocks,
-        *_middles(),
+        _cells(flat.device),
         SMALLEST=struct.unpack("i", struct.pack("f", SMALLEST_ABSMAX))[0],
         TAIL=count % BLOCK != 0,
+        CELLS=_CELLS,
+        CELLS_OF_ONE=float(_CELLS_OF_ONE),
+        # In [2^23, 2^24), where float32 numbers are whole ones.
+        MIDDLE_CELL=float((1 << 23) + _MIDDLE_CELL),
         N=_PROGRAM_BLOCKS,
         num_warps=4,
         enable_fp_fusion=False,
@@ -79,6 +86,17 @@ def _middles() -> tuple[float, ...]:
     return tuple(((quantiles[:-1] + quantiles[1:]) / 2).tolist())
 
 
+@cache
+def _cells(device: torch.device) -> Tensor:
+    """int32 [64]: the bits of the middle of each cell, or of infinity where it has none, and then the number of middles below each. Either half is one
+    line of the cache, of which lanes may read any words at once."""
+    middle_of = {round(_CELLS_OF_ONE * middle) + _MIDDLE_CELL: middle for middle in _middles()}
+    assert len(middle_of) == len(_middles()), "a cell has two middles"
+    middles = torch.tensor([middle_of.get(cell, float("inf")) for cell in range(_CELLS)])
+    below = torch.tensor([sum(other < cell for other in middle_of) for cell in range(_CELLS)], dtype=torch.int32)
+    return torch.cat((middles.view(torch.int32), below)).to(device)
+
+
 @triton.jit
 def _quantize_nf4(
     weight,
@@ -87,53 +105,46 @@ def _quantize_nf4(
     bad,
     count,
     blocks,
-    M0: tl.constexpr,
-    M1: tl.constexpr,
-    M2: tl.constexpr,
-    M3: tl.constexpr,
-    M4: tl.constexpr,
-    M5: tl.constexpr,
-    M6: tl.constexpr,
-    M7: tl.constexpr,
-    M8: tl.constexpr,
-    M9: tl.constexpr,
-    M10: tl.constexpr,
-    M11: tl.constexpr,
-    M12: tl.constexpr,
-    M13: tl.constexpr,
-    M14: tl.constexpr,
+    cells,
     SMALLEST: tl.constexpr,
     TAIL: tl.constexpr,
+    CELLS: tl.constexpr,
+    CELLS_OF_ONE: tl.constexpr,
+    MIDDLE_CELL: tl.constexpr,
     N: tl.constexpr,
 ):
-    block = tl.program_id(0).to(tl.int64) * N + tl.arange(0, N)
-    inside = block < blocks
-    word = block[:, None] * 8 + tl.arange(0, 8)[None, :]
-    element = tl.arange(0, 8)[None, None, :]
-    places = word[:, :, None] * 8 + element
-    mask = inside[:, None, None]
+    first = tl.program_id(0).to(tl.int64) * N
+    left = tl.minimum(blocks - first, N).to(tl.int32)
+    block, word, element = tl.arange(0, N), tl.arange(0, 8 * N), tl.arange(0, 8)[None, :]
+    inside, used = block < left, word < 8 * left
+    # Neighbouring threads have neighbouring words of eight weights, and eight of them a block.
+    place = word[:, None] * 8 + element
+    mask = used[:, None]
     if TAIL:
-        mask = places < count
-    w = tl.load(weight + places, mask=mask, other=0.0).to(tl.float32)
+        mask = first * 64 + place < count
+    w = tl.load(weight + first * 64 + place, mask=mask, other=0.0).to(tl.float32)
     # Bits of floats without a sign are ordered as the floats are, NaN last.
-    largest = tl.max(tl.max(w.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=2), axis=1)
+    largest = tl.max(tl.reshape(tl.max(w.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1), (N, 8)), axis=1)
     tl.atomic_max(bad + block * 0, largest, mask=inside & (largest >= 0x7F800000), sem="relaxed")
     least = tl.maximum(largest, SMALLEST).to(tl.float32, bitcast=True)
     absmax = largest.to(tl.float32, bitcast=True)
-    x = w * tl.div_rn(1.0, least)[:, None, None]
+    x = w * _of_words(tl.div_rn(1.0, least), N)
     if TAIL:
         # A last, partial block is divided, by a scale that is not 0.
-        last = block == blocks - 1
+        last = first + block == blocks - 1
         absmax = tl.where(last, least, absmax)
-        x = tl.where(last[:, None, None], tl.div_rn(w, tl.broadcast_to(least[:, None, None], w.shape)), x)
-    a = x > M7
-    b = x > tl.where(a, M11, M3)
-    c = x > tl.where(a, tl.where(b, M13, M9), tl.where(b, M5, M1))
-    high = tl.where(b, tl.where(c, M14, M12), tl.where(c, M10, M8))
-    low = tl.where(b, tl.where(c, M6, M4), tl.where(c, M2, M0))
-    d = x > tl.where(a, high, low)
+        divided = tl.div_rn(w, tl.broadcast_to(_of_words(least, N), w.shape))
+        x = tl.where(_of_words(last.to(tl.int32), N) == 1, divided, x)
+    # What is not finite has a cell, too.
+    cell = tl.fma(x, CELLS_OF_ONE, MIDDLE_CELL).to(tl.int32, bitcast=True) & (CELLS - 1)
+    above = x > tl.load(cells + cell).to(tl.float32, bitcast=True)
+    code = tl.load(cells + CELLS + cell) + above.to(tl.int32)
     # The even element of a pair has the high bits of its byte.
-    shift = (element ^ 1) * 4
-    code = (a.to(tl.int32) * 8 + b.to(tl.int32) * 4) + (c.to(tl.int32) * 2 + d.to(tl.int32))
-    tl.store(words + word, tl.sum(code << shift, axis=2), mask=inside[:, None])
-    tl.store(scales + block, absmax, mask=inside)
+    tl.store(words + first * 8 + word, tl.sum(code << (element ^ 1) * 4, axis=1), mask=used)
+    tl.store(scales + first + block, absmax, mask=inside)
+
+
+@triton.jit
+def _of_words(value, N: tl.constexpr):
+    """[8 N, 1] of [N]: each word has its block's."""
+    return tl.reshape(tl.broadcast_to(value[:, None], (N, 8)), (8 * N,))[:, None]
