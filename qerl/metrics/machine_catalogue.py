@@ -70,6 +70,11 @@ _THROUGHPUT = section(
     "Throughput",
     ("tokens_per_second", "tokens/s", "Prompt and answer tokens of the step over `time/step`."),
     ("rollout/tokens_per_second", "tokens/s", "Answer tokens over `time/rollout`."),
+    (
+        "rollout/preemptions",
+        "count",
+        "Times that an answer was put back for want of pages of keys and values, and computed again as far as it was.",
+    ),
     kind="throughput",
 )
 

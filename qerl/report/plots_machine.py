@@ -94,6 +94,11 @@ def speed_panel(run: RunData) -> Panel | None:
     if not figure.data:
         return None
     caption = "Whole step: prompt and answer tokens over the time of the step. Lengths drift over a run, and throughput with them."
+    put_back = sum(run.series("rollout/preemptions")[1])
+    if put_back:
+        caption += (
+            f" Answers were put back {put_back:,.0f} times for want of room for keys and values, and computed again."
+        )
     return Panel(id="speed", section="bytes", title="Throughput", caption=caption, figure=figure)
 
 

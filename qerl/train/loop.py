@@ -180,6 +180,7 @@ class Trainer:
                 "time/step": seconds,
                 "tokens_per_second": (metrics["tokens/prompt"] + metrics["tokens/completion"]) / seconds,
                 "rollout/tokens_per_second": metrics["tokens/completion"] / rollout.stats["seconds"],
+                "rollout/preemptions": rollout.stats["preemptions"],
             }
         )
 

@@ -28,6 +28,7 @@ from qerl.train.prompts import SOURCES, load_prompts
 from qerl.train.resume import read_state
 from qerl.train.run import run_facts
 from qerl.train.session import Session, fit_lengths, open_session, require_model_path
+from qerl.train.warnings import preemption_warning
 
 SAMPLING_STREAM = "standalone"
 """Random stream of ``qerl rollout``; training and evaluation have their own."""
@@ -212,7 +213,8 @@ def sample_target(
     completions, stats = session.engine.generate(prompts, sampling, group_size=samples, on_progress=on_progress)
     with Rewarder(config.reward, config.rollout.max_new_tokens) as rewarder:
         scores = rewarder.score(completions)
-        for text in [*target.notes, *notes, *rewarder.take_warnings()]:
+        crowded = preemption_warning(stats["preemptions"], len(completions))
+        for text in [*target.notes, *notes, *rewarder.take_warnings(), *filter(None, [crowded])]:
             warn(text)
     weights_hash = base_hash(session.model)
     rollout = _record(target, session, sampling, samples, completions, stats, weights_hash)

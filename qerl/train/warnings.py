@@ -32,6 +32,9 @@ MANY_EPOCHS = 1_000
 FEW_TOKENS = 4
 """Answer tokens below which hardly any answer is whole."""
 
+MANY_PREEMPTED = 0.1
+"""Preemptions an answer above which computing again is worth avoiding."""
+
 Metrics = Mapping[str, float]
 
 
@@ -150,6 +153,9 @@ def step_warnings(config: Config, metrics: Metrics) -> list[Notice]:
         )
     if metrics.get("frac_reward_zero_std") == 1.0:
         found.append(_all_equal(metrics))
+    answers = config.rollout.prompts_per_step * config.rollout.group_size
+    if text := preemption_warning(metrics.get("rollout/preemptions", 0.0), answers):
+        found.append(Notice(key="preempted", text=text))
     same_noise = config.objective.noise == "replayed" or metrics["aqn/sigma"] == 0.0
     found += [
         Notice(
@@ -160,6 +166,16 @@ def step_warnings(config: Config, metrics: Metrics) -> list[Notice]:
         if metrics.get(alarm.metric, 0.0) > alarm.level and (same_noise or not alarm.same_noise_only)
     ]
     return found
+
+
+def preemption_warning(preemptions: float, answers: int) -> str | None:
+    """What to do where many answers were computed again; None for few."""
+    if preemptions <= MANY_PREEMPTED * answers:
+        return None
+    return (
+        f"Answers were put back {preemptions:.0f} times, of {answers}, for want of room for keys and values, and computed again as far as they "
+        "were: lower rollout.max_num_seqs, or give them more room (rollout.kv_cache_gb) or fewer bytes (rollout.kv_format)."
+    )
 
 
 def refuse_unscored(config: Config, history: Sequence[Metrics], note: str | None) -> None:

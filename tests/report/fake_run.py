@@ -146,6 +146,7 @@ def step_metrics(step: int, steps: int, rng: random.Random) -> dict[str, float]:
         "time/step": total,
         "tokens_per_second": (256 * 30 + answer_tokens) / total,
         "rollout/tokens_per_second": answer_tokens / timing["time/rollout"],
+        "rollout/preemptions": 0.0,
         "memory/rss_gb": 0.9 + 0.1 * progress,
     }
 

@@ -8,7 +8,7 @@ from qerl.report.collect import read_run
 from qerl.report.plot_parts import binned, log_axis, running_mean
 from qerl.report.plots import accuracy_panel, groups_panel, panels, reward_panel, sigma_panel
 from qerl.report.plots_diagnostics import causes_panel, information_panel, perturbation_panel, probe_panel
-from qerl.report.plots_machine import MOST_BARS, probability_panel, stages_panel
+from qerl.report.plots_machine import MOST_BARS, probability_panel, speed_panel, stages_panel
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +52,12 @@ def test_the_schedule_and_an_accumulated_sum_are_drawn_beside_sigma_and_named(ru
         panel = sigma_panel(replace(run, metrics=rows, config={**run.config, "aqn": {**run.config["aqn"], **setting}}))
         assert set(trace(panel, name).y) == {0.5}
         assert words in panel.caption
+
+
+def test_answers_that_were_computed_again_are_said_beside_the_speed_where_there_were_any(run):
+    assert "put back" not in speed_panel(run).caption
+    rows = [{**row, "rollout/preemptions": 60.0} for row in run.metrics]
+    assert "put back 1,200 times" in speed_panel(replace(run, metrics=rows)).caption
 
 
 def test_group_kinds_are_stacked_to_one_and_absent_kinds_left_out(run):

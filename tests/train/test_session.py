@@ -7,7 +7,7 @@ import torch
 
 from qerl import memory
 from qerl.config.load import load_config
-from qerl.train import session
+from qerl.train import session, standalone, warnings
 
 SMALL = ("rollout.max_prompt_tokens=8", "rollout.max_new_tokens=6", "lora.rank=2")
 SHAPES = {
@@ -37,6 +37,17 @@ def test_rollouts_and_evaluations_load_the_copies_that_pay(tmp_path, monkeypatch
     monkeypatch.setattr(session, "load_model", load_model)
     with pytest.raises(StopIteration, match=f"^{choice}$"):
         session.open_session(load_config(None, [f"train.memory_budget={gigabytes}", f"model.path={tmp_path}"]))
+
+
+@pytest.mark.parametrize("most", [-1, 0])
+def test_a_rollout_says_when_many_answers_were_computed_again(tmp_path, monkeypatch, most):
+    """None is here, which is more than a bound below zero."""
+    monkeypatch.setattr(warnings, "MANY_PREEMPTED", most)
+    settings = ("rollout.max_prompt_tokens=48", *SMALL[1:], "data.train=arithmetic")
+    target, said = standalone.resolve_target("demo", settings), []
+    standalone.sample_target(target, samples=2, limit=3, out=tmp_path / "out", warn=said.append)
+    assert [text for text in said if "put back" in text] == [text for text in said if "put back 0 times, of 6" in text]
+    assert any("rollout.max_num_seqs" in text for text in said) == (most < 0)
 
 
 @pytest.mark.gpu

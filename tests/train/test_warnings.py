@@ -50,6 +50,15 @@ def test_a_healthy_step_gives_no_warning():
     assert step() == {}
 
 
+def test_answers_that_were_computed_again_are_told_with_what_helps_where_they_are_many():
+    settings = ("rollout.prompts_per_step=4", "rollout.group_size=8")
+    assert step(*settings, rollout__preemptions=3) == {}
+    found = step(*settings, rollout__preemptions=4)
+    assert list(found) == ["preempted"]
+    for words in ("put back 4 times, of 32", "rollout.max_num_seqs", "rollout.kv_cache_gb"):
+        assert words in found["preempted"]
+
+
 @pytest.mark.parametrize(
     ("shares", "key", "words"),
     [
