@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
-from statistics import fmean, median, variance
+from statistics import fmean, median
 from typing import Any
 
 from qerl.experiments.axes import axis_rows, axis_text, common_choice
 from qerl.experiments.folders import Collection
+from qerl.experiments.notes import WHOLE, machine, notes, policy
 from qerl.experiments.pairs import CONFIDENCE, Cell, known_pairs, pair_rows, spread
 from qerl.experiments.statistics import censored_median, pareto_front
 from qerl.experiments.summary import shares_of
@@ -20,10 +20,14 @@ from qerl.report.text import flatten, plain
 
 SURROUNDINGS = ("train.seed", "run.", "log.", "train.save", "train.keep", "model.device", "diagnostics.probe")
 """Settings that do not make an arm."""
-WHOLE = ("finished", "trained")
-"""States of runs that made all their steps."""
-ENDED = (*WHOLE, "failed")
-"""States of runs that do not go on by themselves."""
+ENDS = (
+    "groups/mixed",
+    "entropy",
+    "probe/entropy_conditional/by_token",
+    "completions/mean_length",
+    "completions/clipped_ratio",
+)
+"""Metrics that are told of the beginning and the end of training."""
 
 
 def compare_cells(collection: Collection, *, target: float | None = None) -> list[Comparison]:
@@ -58,7 +62,7 @@ def _comparison(name: str | None, phase: str, cells: Sequence[Cell], known: Mapp
         protocol=plan.get("protocol") or next((cell["protocol"] for cell in cells if cell.get("protocol")), None),
         phase=phase,
         model=", ".join(dict.fromkeys(str(cell["model"]) for cell in cells if cell.get("model"))),
-        evaluation=_policy(with_config),
+        evaluation=policy(with_config),
         confidence=CONFIDENCE,
         target=stated.get("accuracy"),
         target_budget=stated.get("device_seconds"),
@@ -72,8 +76,8 @@ def _comparison(name: str | None, phase: str, cells: Sequence[Cell], known: Mapp
         stage_seconds={arm.key: _mean_stages(by_arm[arm.key]) for arm in arms},
         changed=tuple(_changed(by_arm, arms)),
         choices=_choices(known) if phase == "final" else _common_choice(plan, phase, arms),
-        notes=(*_notes(cells, with_config), *_spread_notes(arms, plan)),
-        machine=_machine(cells),
+        notes=tuple(notes(cells, with_config, arms, plan)),
+        machine=machine(cells),
     )
 
 
@@ -135,6 +139,7 @@ def _arm(key: str, cells: Sequence[Cell], target: Mapping[str, Any], below: floa
         peak_bytes=max(peaks, default=None),
         target=_targets(seeds) if target else {},
         mixed=spread((_over_steps(cell, "groups/mixed", fmean) for cell in cells), share=True),
+        ends=_ends(cells),
         step_seconds=spread(_over_steps(cell, "time/step", median) for cell in cells),
         on_front=False,
         temperature=(first.get("matched") or {}).get("temperature"),
@@ -150,6 +155,21 @@ def _is_judged(row: SeedRow) -> bool:
 def _over_steps(cell: Cell, key: str, average: Callable[[Sequence[float]], float]) -> float | None:
     curve = cell["curves"].get(key)
     return average(curve[1]) if curve else None
+
+
+def _ends(cells: Sequence[Cell]) -> dict[str, tuple[Spread, Spread]]:
+    whole = [cell for cell in cells if cell["state"] in WHOLE]
+    found = {}
+    for key in ENDS:
+        first = spread(_over_steps(cell, key, lambda values: fmean(values[: _tenth(values)])) for cell in whole)
+        last = spread(_over_steps(cell, key, lambda values: fmean(values[-_tenth(values) :])) for cell in whole)
+        if first is not None and last is not None:
+            found[key] = (first, last)
+    return found
+
+
+def _tenth(values: Sequence[float]) -> int:
+    return max(1, len(values) // 10)
 
 
 def _seed(cell: Cell, target: Mapping[str, Any], below: float) -> SeedRow:
@@ -278,87 +298,3 @@ def _choices(known: Mapping[str, Any]) -> tuple[str, ...]:
         score = "" if choice["score"] is None else f" at {choice['score']:.1%}"
         found.append(f"{arm}: {what}{score}, best of {choice['trials']} trials, {choice['failed']} failed")
     return tuple(found)
-
-
-def _policy(cells: Sequence[Cell]) -> str:
-    """The evaluation policy of the cells in words; several are all named."""
-    texts = []
-    for cell in cells:
-        stated, rollout = cell["config"].get("eval", {}), cell["config"].get("rollout", {})
-        greedy = stated.get("temperature", 0.0) == 0
-        how = "greedy" if greedy else f"temperature {plain(stated['temperature'])}"
-        samples = stated.get("samples", 1)
-        noise = "on" if stated.get("noise") else "off"
-        count = next((point["count"] for point in cell["evaluations"] if point.get("count")), None)
-        questions = f"{int(count)} questions of " if count else ""
-        data = Path(str(cell["config"].get("data", {}).get("eval"))).name
-        limit = stated.get("max_new_tokens") or rollout.get("max_new_tokens")
-        texts.append(
-            f"{questions}{data}, {how}, {samples} answer{'s' if samples > 1 else ''} a question of at most {limit} tokens, noise {noise}"
-        )
-    return "; ".join(dict.fromkeys(texts))
-
-
-def _notes(cells: Sequence[Cell], with_config: Sequence[Cell]) -> list[str]:
-    notes = [_ended_badly(cell) for cell in cells if cell.get("error")]
-    early = sorted({(int(cell["as_of"]), int(cell["planned_steps"] or 0)) for cell in cells if cell.get("as_of")})
-    notes += [
-        f"As of step {step} of {planned}: schedules of learning rate and noise are those of {planned} steps."
-        for step, planned in early
-        if step < planned
-    ]
-    open_cells = [str(cell["run"]) for cell in cells if cell["state"] not in (*ENDED, "invalid")]
-    if open_cells:
-        notes.append(f"Not finished, and so without a result: {', '.join(open_cells)}.")
-    carried = [str(cell["run"]) for cell in cells if cell.get("portable_resumes")]
-    if carried:
-        notes.append(f"Went on from a portable checkpoint, and so not bit-exact: {', '.join(carried)}.")
-    if any(cell.get("own_process") is False and not cell.get("devices") for cell in cells):
-        notes.append("Cells shared a process: the resident peak of each is that of all before it too.")
-    beside = [str(cell["run"]) for cell in cells if cell.get("shared_device")]
-    if beside:
-        notes.append(f"Ran beside other cells on one device, and so counted without times: {', '.join(beside)}.")
-    policies = _policy(with_config).split("; ")
-    if len(policies) > 1:
-        notes.append("The runs were not evaluated under one policy; their accuracies cannot be compared.")
-    machines = {_machine([cell]) for cell in cells if cell.get("machine")}
-    if len(machines) > 1:
-        notes.append(
-            f"The runs were made on different machines ({'; '.join(sorted(machines))}): times cannot be compared."
-        )
-    return notes
-
-
-def _ended_badly(cell: Cell) -> str:
-    if cell.get("as_of"):
-        return f"{cell['run']} failed later: {cell['error']}"
-    if cell["state"] != "failed":
-        return f"{cell['run']} is {cell['state']}: {cell['error']}"
-    remark = "" if cell.get("collapse") else " (not its training: it counts as open, not as collapsed)"
-    return f"{cell['run']} failed: {cell['error']}{remark}"
-
-
-def _spread_notes(arms: Sequence[ArmRow], plan: Mapping[str, Any]) -> list[str]:
-    """Whether seeds scatter more than was stated beforehand: then what was stated to be detectable is too small."""
-    stated = (plan.get("detect") or {}).get("sd")
-    spreads = [arm.after.values for arm in arms if arm.after is not None and len(arm.after.values) > 1]
-    freedom = sum(len(values) - 1 for values in spreads)
-    if stated is None or not freedom:
-        return []
-    pooled = math.sqrt(sum((len(values) - 1) * variance(values) for values in spreads) / freedom)
-    if pooled <= stated:
-        return []
-    return [
-        (
-            f"Seeds scatter by {100 * pooled:.1f} points (pooled standard deviation, {freedom} degrees of freedom), more than the "
-            f"{100 * stated:g} stated beforehand: only larger differences than stated can be found."
-        )
-    ]
-
-
-def _machine(cells: Sequence[Cell]) -> str:
-    found = []
-    for cell in cells:
-        machine = cell.get("machine") or {}
-        found.append(", ".join(machine.get("gpus") or []) or str(machine.get("cpu") or ""))
-    return "; ".join(dict.fromkeys(text for text in found if text))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from qerl.eval.intervals import mcnemar_exact, paired_difference
-from qerl.experiments.statistics import detectable_difference, t_interval
+from qerl.experiments.statistics import detectable_difference, difference_of_means, holm, pooled_variance, t_interval
 from qerl.experiments.summary import shares_of
-from qerl.report.comparison import ArmRow, PairRow, SeedTest, Spread
+from qerl.report.comparison import ArmRow, Difference, PairRow, PooledDifference, SeedTest, Spread
 
 CONFIDENCE = 0.95
 
@@ -53,7 +54,8 @@ def pair_rows(
     else:
         asked = [(arms[0], arm) for arm in arms[1:]]
     detect = (known.get("plan") or {}).get("detect")
-    return [
+    scatter, freedom = pooled_variance([arm.after.values for arm in arms if arm.after is not None])
+    rows = [
         pair_row(
             by_arm[a.key],
             by_arm[b.key],
@@ -61,9 +63,31 @@ def pair_rows(
             b,
             detectable=detectable.get((names[a.key], names[b.key])),
             detectable_now=_detectable_now(a, b, detect),
+            pooled=_pooled(a, b, scatter, freedom),
         )
         for a, b in asked
     ]
+    corrected = iter(holm([row.pooled.p_value for row in rows if row.pooled is not None]))
+    return [
+        row if row.pooled is None else replace(row, pooled=replace(row.pooled, p_value=next(corrected))) for row in rows
+    ]
+
+
+def _pooled(a: ArmRow, b: ArmRow, scatter: float, freedom: int) -> PooledDifference | None:
+    """With the p-value of this question alone."""
+    if a.after is None or b.after is None:
+        return None
+    found = difference_of_means(a.after.values, b.after.values, scatter, freedom, CONFIDENCE)
+    if found is None:
+        return None
+    return PooledDifference(
+        mean=found.mean,
+        low=found.low,
+        high=found.high,
+        sd=math.sqrt(scatter),
+        freedom=freedom,
+        p_value=found.p_value,
+    )
 
 
 def _detectable_now(a: ArmRow, b: ArmRow, detect: Mapping[str, Any] | None) -> float | None:
@@ -82,6 +106,7 @@ def pair_row(
     *,
     detectable: float | None,
     detectable_now: float | None,
+    pooled: PooledDifference | None,
 ) -> PairRow:
     """Second minus first, over the seeds both have, and over the questions both answered."""
     ends = [{row.seed: row.after for row in arm.seeds if row.after is not None} for arm in (a, b)]
@@ -103,7 +128,9 @@ def pair_row(
         second=b.label,
         axes=b.axes,
         over_seeds=spread((ends[1][seed] or 0.0) - (ends[0][seed] or 0.0) for seed in shared),
+        pooled=pooled,
         finals=_final_differences(first, second),
+        before=_before(first, second),
         question_difference=difference,
         question_low=low,
         question_high=high,
@@ -112,6 +139,19 @@ def pair_row(
         detectable=detectable,
         detectable_now=detectable_now,
     )
+
+
+def _before(first: Sequence[Cell], second: Sequence[Cell]) -> Difference | None:
+    """Before training: means of each question over the runs of an arm, most often one evaluation that all of them took over."""
+    starts = [[part for cell in cells if (part := cell["questions"].get("before"))] for cells in (first, second)]
+    if not all(starts) or len({part["ids"] for parts in starts for part in parts}) != 1:
+        return None
+    means = [_mean_shares([shares_of(part) for part in parts]) for parts in starts]
+    pairs = known_pairs(*means)
+    if not pairs or means[0] == means[1]:
+        return None
+    mean, low, high = paired_difference([x for x, _ in pairs], [y for _, y in pairs], CONFIDENCE)
+    return Difference(mean=mean, low=low, high=high)
 
 
 def _final_differences(first: Sequence[Cell], second: Sequence[Cell]) -> dict[str, Spread]:

@@ -27,6 +27,7 @@ from qerl.model.checkpoint import check_targets
 from qerl.model.spec import ModelSpec
 from qerl.model.storage import check_formats
 from qerl.model.tokenizer import load_tokenizer
+from qerl.report.text import brief
 from qerl.reward.compose import Rewarder
 from qerl.train.fit import settle_memory
 from qerl.train.prompts import load_prompts
@@ -303,7 +304,7 @@ def plan_lines(plan: Plan) -> list[str]:
         if row["difference"] is not None:
             lines.append(
                 f"{row['second']} against {row['first']}: smallest detectable difference: {100 * row['difference']:.1f} points "
-                f"(seeds {row['seeds'][0]} and {row['seeds'][1]}, sd {100 * matrix.detect.sd:g} points {matrix.detect.source}, "
+                f"(seeds {row['seeds'][0]} and {row['seeds'][1]}, sd {100 * matrix.detect.sd:g} points: {matrix.detect.source}; "
                 f"level {matrix.detect.alpha:g}, power {matrix.detect.power:g})"
             )
     single = [f"{row['second']} against {row['first']}" for row in rows if row["difference"] is None]
@@ -312,9 +313,17 @@ def plan_lines(plan: Plan) -> list[str]:
     width = max(len(cell.name) for cell in plan.cells)
     for cell in plan.cells:
         state = "INVALID" if cell.problem is not None else plan.state(cell)
-        notes = [note for note in (_open(cell), cell.problem) if note]
+        notes = [note for note in (_open(cell), cell.problem, _failure(plan, cell)) if note]
         lines.append(f"  {cell.name:<{width}}  {state}" + (f": {'; '.join(notes)}" if notes else ""))
     return lines
+
+
+def _failure(plan: Plan, cell: Cell) -> str | None:
+    """Why a cell has failed, and how it is run again."""
+    if cell.problem is not None or plan.state(cell) != "failed":
+        return None
+    error = plan.manifest.cell(cell.name).get("error")
+    return f"{brief(error) if error else 'for a reason that is not known'}; --retry runs it again"
 
 
 def _budget(matrix: MatrixConfig) -> str:

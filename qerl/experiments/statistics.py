@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import fmean, median, stdev
+from statistics import fmean, median, stdev, variance
 
 _TINY = 1e-300
 
@@ -58,6 +58,64 @@ def detectable_difference(sd: float, first: int, second: int, *, alpha: float = 
     assert first >= 1 and second >= 1 and freedom >= 1, (first, second)
     factor = t_quantile(1 - alpha / 2, freedom) + t_quantile(power, freedom)
     return factor * sd * math.sqrt(1 / first + 1 / second)
+
+
+def pooled_variance(groups: Sequence[Sequence[float]]) -> tuple[float, int]:
+    """Variance within groups and its degrees of freedom, sum of n - 1: ((n1 - 1) s1^2 + (n2 - 1) s2^2 + …) over them.
+
+    Args:
+        groups: values of each; those with one value add nothing. Without any degree of freedom the variance is 0.
+    """
+    known = [values for values in groups if len(values) > 1]
+    freedom = sum(len(values) - 1 for values in known)
+    total = math.fsum((len(values) - 1) * variance(values) for values in known)
+    return (total / freedom if freedom else 0.0), freedom
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeanDifference:
+    """A difference of two means with its t-interval and p-value, from a scatter that is taken to be the same in all groups."""
+
+    mean: float
+    low: float
+    high: float
+    p_value: float
+    """Two-sided."""
+
+
+def difference_of_means(
+    first: Sequence[float], second: Sequence[float], scatter: float, freedom: int, confidence: float = 0.95
+) -> MeanDifference | None:
+    """Mean of ``second`` minus mean of ``first`` with Student's t: standard error sqrt(scatter (1/n1 + 1/n2)).
+
+    Args:
+        first, second: values of the two groups, at least one each; they are not paired.
+        scatter, freedom: of :func:`pooled_variance`, over these groups and others.
+        confidence: two-sided level, in (0, 1).
+
+    Returns:
+        None where nothing is known of the scatter, or it is too small to be seen.
+    """
+    if freedom < 1 or scatter <= 0:
+        return None
+    mean = fmean(second) - fmean(first)
+    error = math.sqrt(scatter * (1 / len(first) + 1 / len(second)))
+    half = t_quantile(0.5 + confidence / 2, freedom) * error
+    p_value = 2 * (1 - t_cdf(abs(mean) / error, freedom))
+    return MeanDifference(mean=mean, low=mean - half, high=mean + half, p_value=p_value)
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """p-values for several questions asked at once (S. Holm, Scandinavian Journal of Statistics 6, 1979), in their order.
+
+    The smallest of m is multiplied by m, the next by m - 1 and so on; none falls below one before it, none exceeds 1.
+    """
+    found = [1.0] * len(p_values)
+    least = 0.0
+    for rank, index in enumerate(sorted(range(len(p_values)), key=lambda index: p_values[index])):
+        least = max(least, min(1.0, (len(p_values) - rank) * p_values[index]))
+        found[index] = least
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,6 +22,8 @@ def _section(comparison: Comparison) -> str:
     phase = {"tune": ", trials", "final": ", final runs"}.get(comparison.phase, "")
     parts = [f"**{comparison.title}** (protocol {comparison.protocol or 'none'}{phase}): {_conditions(comparison)}"]
     parts.append(_arms(comparison))
+    if any(arm.ends for arm in comparison.arms):
+        parts.append(_signal(comparison))
     rows = axis_rows(comparison.arms) if comparison.protocol == "mechanism" else []
     if rows:
         parts.append(_axis(rows))
@@ -70,6 +72,33 @@ def _arm(comparison: Comparison, arm: ArmRow, finals: Sequence[str], effects: Se
     return [*row, seconds, bytes_text(arm.peak_bytes), "yes" if arm.on_front else ""]
 
 
+SIGNAL = (
+    ("groups/mixed", "Mixed groups", 100, 1, " %"),
+    ("entropy", "Entropy of the sampled answers, nats a token", 1, 3, ""),
+    ("probe/entropy_conditional/by_token", "Entropy on the probe set", 1, 3, ""),
+    ("completions/mean_length", "Tokens an answer", 1, 0, ""),
+    ("completions/clipped_ratio", "Cut off", 100, 1, " %"),
+)
+"""Metric, column, factor, decimals and unit of what is told of the first and the last tenth of the steps."""
+
+
+def _signal(comparison: Comparison) -> str:
+    """What there was to learn from, over all steps and from the first to the last tenth of them."""
+    shown = [row for row in SIGNAL if any(row[0] in arm.ends for arm in comparison.arms)]
+    head = ["First → last tenth of the steps", "Mixed groups, all steps", *(title for _, title, *_ in shown)]
+    rows = []
+    for arm in comparison.arms:
+        if not arm.ends:
+            continue
+        cells = []
+        for key, _, factor, places, unit in shown:
+            ends = arm.ends.get(key)
+            values = [] if ends is None else [text.decimals(factor * end.mean, places) for end in ends]
+            cells.append(" → ".join(values) + unit if values else DASH)
+        rows.append([arm.label, percent_spread(arm.mixed), *cells])
+    return _table(head, rows)
+
+
 def _axis(rows: Sequence[AxisRow]) -> str:
     """A line a value: accuracy after training of each arm, with how many of its runs collapsed."""
     arms = list(dict.fromkeys(label for row in rows for label in row.arms))
@@ -86,12 +115,17 @@ def _axis(rows: Sequence[AxisRow]) -> str:
 
 def _pairs(comparison: Comparison) -> str:
     finals = comparison.paired_finals
+    known = next((row.pooled for row in comparison.pairs if row.pooled is not None), None)
+    scatter = "" if known is None else f" (sd {100 * known.sd:.1f}, {known.freedom} degrees of freedom)"
     head = [
         "Difference",
-        "Over seeds, points",
+        "Over shared seeds, points",
         "Verdict",
+        f"Over all seeds, scatter pooled{scatter}, points",
+        "Its p (Holm)",
         *(f"{name}, points" for name in finals),
         "Over questions, points",
+        "Before training, over questions, points",
         "McNemar p by seed",
         "Detectable, planned (finished) seeds",
     ]
@@ -102,13 +136,16 @@ def _pair(row: PairRow, finals: Sequence[str]) -> list[str]:
     axes = ", ".join(f"{key.rpartition('.')[2]} {text.plain(value)}" for key, value in row.axes.items())
     questions = DASH
     if row.question_difference is not None and row.question_low is not None and row.question_high is not None:
-        questions = f"{text.points(row.question_difference)} [{text.points(row.question_low)}, {text.points(row.question_high)}]"
+        questions = _points(row.question_difference, row.question_low, row.question_high)
     return [
         f"{row.second} − {row.first}" + (f" ({axes})" if axes and "(" not in row.second else ""),
         points_spread(row.over_seeds),
         row.verdict,
+        DASH if row.pooled is None else _points(row.pooled.mean, row.pooled.low, row.pooled.high),
+        DASH if row.pooled is None else f"{row.pooled.p_value:.2g}",
         *(points_spread(row.finals.get(name)) for name in finals),
         questions,
+        DASH if row.before is None else _points(row.before.mean, row.before.low, row.before.high),
         ", ".join(f"{test.p_value:.2g}" for test in row.tests) or DASH,
         _detectable(row),
     ]
@@ -135,7 +172,11 @@ def points_spread(value: Spread | None) -> str:
         return DASH
     if value.low is None or value.high is None:
         return text.points(value.mean)
-    return f"{text.points(value.mean)} [{text.points(value.low)}, {text.points(value.high)}]"
+    return _points(value.mean, value.low, value.high)
+
+
+def _points(mean: float, low: float, high: float) -> str:
+    return f"{text.points(mean)} [{text.points(low)}, {text.points(high)}]"
 
 
 def target_text(arm: ArmRow, cost: str) -> str:

@@ -8,9 +8,10 @@ from pathlib import Path
 
 from qerl.metrics.files import whole_file
 from qerl.report import text
+from qerl.report.arm_parts import color_of, round_of
 from qerl.report.comparison import ArmRow, Comparison, Spread, TargetRow
 from qerl.report.page import fill, import_renderers
-from qerl.report.plots_arms import arm_panels, color_of
+from qerl.report.plots_arms import arm_panels
 from qerl.units import bytes_text
 
 SECTIONS = (("quality", "Quality"), ("signal", "Learning signal"), ("bytes", "Time and memory"))
@@ -74,6 +75,7 @@ def render_arms(comparisons: Sequence[Comparison]) -> str:
         spread_points=spread_points,
         target_text=target_text,
         color_of=color_of,
+        round_of=round_of,
         cost_names=COST_NAMES,
     )
 
@@ -94,16 +96,20 @@ def cards(comparison: Comparison) -> list[Card]:
 
 def _bytes_card(comparison: Comparison) -> Card:
     rows = []
+    timed = any(arm.step_seconds is not None or comparison.stage_seconds.get(arm.key) for arm in comparison.arms)
     for arm in comparison.arms:
         stages = comparison.stage_seconds.get(arm.key, {})
         working = sum(seconds for name, seconds in stages.items() if name not in ("evaluate", "save"))
         share = f"{stages['rollout'] / working:.0%}" if working and "rollout" in stages else NONE
         step = NONE if arm.step_seconds is None else text.seconds(arm.step_seconds.mean)
-        rows.append((arm.label, f"{step} · {share} · {bytes_text(arm.peak_bytes)}"))
-    remark = (
-        "Median step, share of generation in it, peak memory. A format that holds fewer bytes is faster only where bytes were the "
-        "bottleneck."
+        times = f"{step} · {share} · " if timed else ""
+        rows.append((arm.label, times + bytes_text(arm.peak_bytes)))
+    what = (
+        "Median step, share of generation in it, peak memory."
+        if timed
+        else "Peak memory alone: no run has times of its own."
     )
+    remark = f"{what} A format that holds fewer bytes is faster only where bytes were the bottleneck."
     return Card(id="bytes", title="Are fewer bytes moved at the real bottleneck?", rows=tuple(rows), remark=remark)
 
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+LEAST_SEEDS = 3
+"""Shared seeds of a verdict: with two, two differences that happen to be alike make an interval of no width."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
@@ -75,6 +78,8 @@ class ArmRow:
     target: dict[str, TargetRow]
     mixed: Spread | None
     """Share of mixed groups, mean over each run's steps."""
+    ends: dict[str, tuple[Spread, Spread]]
+    """Metric -> its mean over the first and over the last tenth of each run's steps (at least one), of runs that made them all."""
     step_seconds: Spread | None
     """Median seconds of a step of each run."""
     on_front: bool
@@ -94,6 +99,30 @@ class SeedTest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """A difference of fractions with its interval."""
+
+    mean: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PooledDifference:
+    """Difference of the means of two arms over all their seeds, with the scatter of seeds pooled over all arms of the comparison."""
+
+    mean: float
+    low: float
+    high: float
+    sd: float
+    """Pooled standard deviation over seeds."""
+    freedom: int
+    """Its degrees of freedom."""
+    p_value: float
+    """Two-sided, corrected by Holm's method for the questions that the comparison asks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PairRow:
     """Second arm minus first arm."""
 
@@ -102,8 +131,12 @@ class PairRow:
     axes: dict[str, Any]
     over_seeds: Spread | None
     """Differences of the runs with one seed (one data order), with their t-interval."""
+    pooled: PooledDifference | None
+    """All seeds of both arms, unpaired; None where seeds of no arm show a scatter."""
     finals: dict[str, Spread]
-    """The same for each further evaluation without noise that both had."""
+    """``over_seeds`` for each further evaluation without noise that both had."""
+    before: Difference | None
+    """Before training, over the questions; None where both begin from one model."""
     question_difference: float | None
     question_low: float | None
     question_high: float | None
@@ -120,8 +153,11 @@ class PairRow:
         """In words, from the interval over seeds: that alone speaks of training again."""
         if self.over_seeds is None:
             return "no finished seed in common"
+        count = len(self.over_seeds.values)
+        if count < LEAST_SEEDS:
+            return "one seed" if count == 1 else "two seeds"
         if self.over_seeds.low is None or self.over_seeds.high is None:
-            return "one seed" if len(self.over_seeds.values) == 1 else "no interval"
+            return "no interval"
         if self.over_seeds.low > 0:
             return "higher"
         return "lower" if self.over_seeds.high < 0 else "not distinguishable"

@@ -47,7 +47,7 @@ def _template(name: str) -> Any:
     environment.filters.update(
         percent=text.percent, decimals=text.decimals, points=text.points, plain=text.plain, size=bytes_text
     )
-    environment.filters.update(seconds=text.seconds, amount=text.count)
+    environment.filters.update(seconds=text.seconds, amount=text.count, brief=text.brief)
     return environment.from_string(asset(name))
 
 

@@ -5,33 +5,18 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from qerl.metrics.machine_catalogue import STAGES
-from qerl.report.comparison import Comparison, Curve, PairRow
+from qerl.report.arm_parts import color_of, round_of, safe, target_line
+from qerl.report.comparison import Comparison, PairRow
 from qerl.report.plot_parts import PERCENT, Panel, new_figure, rounded
+from qerl.report.plots_courses import CURVES, accuracy_by_seconds, accuracy_by_step, metric
 from qerl.report.plots_machine import STAGE_COLORS
 from qerl.units import bytes_text
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
-
-COLORS = ("blue", "amber", "teal", "violet", "red", "green", "pink", "slate", "brown")
-DASHES = ("solid", "dash", "dot")
-CURVES = (
-    ("groups/mixed", "Mixed groups", "share of groups", ".0%", "Groups with both right and wrong answers: what there is to learn from."),
-    ("reward", "Reward", "mean reward", ".3f", "Of the training answers, which are sampled with the arm's own noise and temperature."),
-    ("entropy", "Entropy", "nats a token", ".3f", "Of the policy that samples, on the answers it samples: not one set of contexts for all arms."),
-    ("probe/entropy_conditional/by_token", "Entropy on the probe set", "nats a token", ".3f", "On one fixed set of contexts for all arms, mean over draws of noise: what may be compared."),
-    ("completions/mean_length", "Answer length", "tokens", ".0f", "Of the training answers."),
-    ("aqn/sigma", "Noise", "sigma", ".2g", "Level of the noise on norm scales."),
-)  # fmt: skip
-"""Metric, title, axis, format and caption of each course over the steps."""
-
-
-def color_of(index: int) -> str:
-    """Color of the n-th arm."""
-    return COLORS[index % len(COLORS)]
 
 
 def arm_panels(comparison: Comparison, prefix: str) -> list[Panel]:
@@ -39,10 +24,10 @@ def arm_panels(comparison: Comparison, prefix: str) -> list[Panel]:
     panels = [
         _accuracy(comparison, prefix),
         _differences(comparison, prefix),
-        _course(comparison, prefix),
-        _course_by_seconds(comparison, prefix),
+        accuracy_by_step(comparison, prefix),
+        accuracy_by_seconds(comparison, prefix),
         _front(comparison, prefix),
-        *(_metric(comparison, prefix, *row) for row in CURVES),
+        *(metric(comparison, prefix, *row) for row in CURVES),
         _stages(comparison, prefix),
     ]
     return [panel for panel in panels if panel is not None]
@@ -70,7 +55,7 @@ def _accuracy(comparison: Comparison, prefix: str) -> Panel | None:
             wrapped(arm.label),
             [row.after or 0.0 for row in ended],
             color,
-            "circle",
+            "circle-open" if round_of(index) % 2 else "circle",
             9,
             [f"seed {row.seed}" for row in ended],
         )
@@ -79,7 +64,7 @@ def _accuracy(comparison: Comparison, prefix: str) -> Panel | None:
         if before:
             _dots(figure, wrapped(arm.label), [fmean(before)], "var(--c-slate)", "diamond-open", 9, ["before training"])
     if comparison.target is not None:
-        _target(figure, comparison.target, vertical=True)
+        target_line(figure, comparison.target, vertical=True)
     _pad(figure, [] if comparison.target is None else [comparison.target])
     caption = (
         f"Every dot is a seed; the bar is the {100 * comparison.confidence:g}% t-interval of their mean, the stroke the mean, the diamond "
@@ -125,9 +110,11 @@ def _differences(comparison: Comparison, prefix: str) -> Panel | None:
         )
         _dots(figure, name, [100 * spread.mean], "var(--ink)", "line-ns", 16, ["mean over seeds"])
     _pad(figure, [0.0])
+    cut = _cut(figure, rows)
     caption = (
         "Second arm minus first. Dots: runs with one seed. Blue line: t-interval over seeds, which alone speaks of training again. Amber: "
         "interval over questions, of these very models. Grey: smaller than what was stated to be detectable."
+        f"{' A blue line that leaves the picture is longer than it.' if cut else ''}"
     )
     return Panel(
         id=f"{prefix}differences",
@@ -139,6 +126,20 @@ def _differences(comparison: Comparison, prefix: str) -> Panel | None:
     )
 
 
+def _cut(figure: go.Figure, rows: Sequence[PairRow]) -> bool:
+    """Keeps intervals over a few seeds from squeezing all other marks: none is shown beyond twice what else is there."""
+    marks = [0.0]
+    for row in rows:
+        marks += [row.detectable or 0.0, *(row.over_seeds.values if row.over_seeds else ())]
+        marks += [row.question_low or 0.0, row.question_high or 0.0]
+    most = 200 * max(abs(mark) for mark in marks)
+    low, high = figure.layout.xaxis.range
+    if not most or (low >= -most and high <= most):
+        return False
+    figure.update_xaxes(range=[max(low, -most), min(high, most)])
+    return True
+
+
 def pair_name(row: PairRow) -> str:
     """The pair in short lines."""
     return f"{wrapped(row.second)}<br>− {wrapped(row.first)}"
@@ -147,121 +148,7 @@ def pair_name(row: PairRow) -> str:
 def wrapped(label: str) -> str:
     """A label in lines that leave room for the figure on a phone, safe where plotly reads tags."""
     lines = textwrap.wrap(label, 22, break_long_words=False) or [label]
-    return "<br>".join(_safe(line) for line in lines)
-
-
-def _course(comparison: Comparison, prefix: str) -> Panel | None:
-    return _curves(
-        comparison,
-        f"{prefix}course",
-        "quality",
-        "Held-out accuracy over steps",
-        "Thin: seeds. Thick: their mean, where all of them were evaluated.",
-        comparison.accuracy_curves,
-        {"title": "accuracy", "tickformat": PERCENT},
-        ".1%",
-        target=True,
-    )
-
-
-def _course_by_seconds(comparison: Comparison, prefix: str) -> Panel | None:
-    return _curves(
-        comparison,
-        f"{prefix}seconds",
-        "quality",
-        f"Held-out accuracy over {comparison.time_name}",
-        "Seconds of the steps; no set-up, evaluation or saving. Where a line first meets the target is the time to target.",
-        comparison.accuracy_by_seconds,
-        {"title": "accuracy", "tickformat": PERCENT},
-        ".1%",
-        target=True,
-        x_title=comparison.time_name,
-        means=False,
-    )
-
-
-def _metric(
-    comparison: Comparison, prefix: str, key: str, title: str, axis: str, form: str, caption: str
-) -> Panel | None:
-    curves = comparison.curves.get(key, ())
-    if key == "aqn/sigma" and not any(value for curve in curves for value in curve.values):
-        return None
-    percent = {"tickformat": PERCENT} if form.endswith("%") else {}
-    return _curves(
-        comparison,
-        f"{prefix}{key.replace('/', '-')}",
-        "signal",
-        title,
-        caption,
-        curves,
-        {"title": axis, **percent},
-        form,
-        shape="hv" if key == "aqn/sigma" else "linear",
-    )
-
-
-def _curves(
-    comparison: Comparison,
-    id: str,
-    section: str,
-    title: str,
-    caption: str,
-    curves: Sequence[Curve],
-    yaxis: dict[str, str],
-    form: str,
-    *,
-    target: bool = False,
-    x_title: str = "step",
-    means: bool = True,
-    shape: str = "linear",
-) -> Panel | None:
-    """Thin lines for seeds and a thick one for the mean of an arm; ``hv`` draws what stays until it is changed as steps."""
-    if not any(curve.values for curve in curves):
-        return None
-    figure = new_figure(xaxis={"title": x_title}, yaxis=dict(yaxis))
-    figure.update_layout(hovermode="closest")
-    for index, arm in enumerate(comparison.arms):
-        own = [curve for curve in curves if curve.arm == arm.key and curve.values]
-        color, dash = color_of(index), DASHES[index // len(COLORS) % len(DASHES)]
-        mean = _mean_curve(own) if means and len(own) > 1 else None
-        for number, curve in enumerate(own):
-            single = mean is None
-            figure.add_scatter(
-                x=list(curve.steps),
-                y=rounded(curve.values),
-                mode="lines+markers" if len(curve.values) <= 12 else "lines",
-                marker={"size": 4},
-                line={
-                    "width": 2 if single else 1,
-                    "dash": dash,
-                    "shape": shape,
-                    "color": f"var(--c-{color}{'' if single else '-soft2'})",
-                },
-                name=_safe(arm.label),
-                legendgroup=arm.key,
-                showlegend=single and number == 0,
-                hovertemplate=f"%{{y:{form}}} (seed {curve.seed})<extra>{_safe(arm.label)}</extra>",
-            )
-        if mean is not None:
-            figure.add_scatter(
-                x=mean[0],
-                y=rounded(mean[1]),
-                mode="lines",
-                line={"width": 2.4, "dash": dash, "shape": shape, "color": f"var(--c-{color})"},
-                name=_safe(arm.label),
-                legendgroup=arm.key,
-                hovertemplate=f"%{{y:{form}}} (mean)<extra>{_safe(arm.label)}</extra>",
-            )
-    if target and comparison.target is not None:
-        _target(figure, comparison.target, vertical=False)
-    return Panel(id=id, section=section, title=title, caption=caption, figure=figure, wide=True)
-
-
-def _mean_curve(curves: Sequence[Curve]) -> tuple[list[float], list[float]]:
-    """Means at the steps that all seeds have."""
-    tables = [dict(zip(curve.steps, curve.values, strict=True)) for curve in curves]
-    shared = sorted(set(tables[0]).intersection(*tables[1:]))
-    return shared, [fmean(table[step] for table in tables) for step in shared]
+    return "<br>".join(safe(line) for line in lines)
 
 
 def _front(comparison: Comparison, prefix: str) -> Panel | None:
@@ -285,8 +172,8 @@ def _front(comparison: Comparison, prefix: str) -> Panel | None:
             y=[arm.after.mean],
             mode="markers",
             marker={"size": size, "color": f"var(--c-{color_of(index)}-fill)", "line": {"width": 2, "color": edge}},
-            name=_safe(arm.label),
-            hovertemplate=f"%{{y:.1%}} after %{{x:.0f}} s, peak {bytes_text(arm.peak_bytes)}<extra>{_safe(arm.label)}</extra>",
+            name=safe(arm.label),
+            hovertemplate=f"%{{y:.1%}} after %{{x:.0f}} s, peak {bytes_text(arm.peak_bytes)}<extra>{safe(arm.label)}</extra>",
         )
     caption = "Size: peak memory. A dark edge marks the front: no other arm is as accurate, as fast and as small, and better in one of these."
     return Panel(
@@ -353,24 +240,3 @@ def _pad(figure: go.Figure, also: Sequence[float]) -> None:
     values = [*also, *(float(x) for trace in figure.data for x in trace.x)]
     room = 0.04 * (max(values) - min(values) or 1.0)
     figure.update_xaxes(range=[min(values) - room, max(values) + room])
-
-
-def _target(figure: go.Figure, level: float, *, vertical: bool) -> None:
-    """A dashed line at the target, in the figure's range even where no run came near it."""
-    line = {"color": "var(--c-green)", "width": 1.4, "dash": "dash"}
-    label: dict[str, Any] = {
-        "text": f"target {100 * level:g}%",
-        "font": {"color": "var(--c-green)", "size": 11},
-        "textposition": "end",
-    }
-    if vertical:
-        label |= {"textangle": 0, "textposition": "start", "xanchor": "left", "yanchor": "bottom"}
-        figure.add_shape(type="line", yref="paper", y0=0, y1=1, x0=level, x1=level, line=line, label=label)
-    else:
-        label |= {"yanchor": "bottom"}
-        figure.add_shape(type="line", xref="paper", x0=0, x1=1, y0=level, y1=level, line=line, label=label)
-
-
-def _safe(text: str) -> str:
-    """Names come from files: plotly reads tags in hover labels."""
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")

@@ -77,3 +77,9 @@ def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             flat[name] = value
     return flat
+
+
+def brief(message: str, most: int = 160) -> str:
+    """What failed: the first line of a message, and of a line longer than ``most`` characters its first sentence."""
+    line = message.strip().partition("\n")[0].rstrip()
+    return line if len(line) <= most else line.partition(". ")[0]

@@ -39,6 +39,15 @@ def test_a_dry_run_lists_the_cells_and_makes_nothing(tmp_path):
         assert refused.exit_code == 2 and words in " ".join(refused.stderr.split()), orders
 
 
+def test_a_dry_run_says_why_a_cell_has_failed(tmp_path):
+    path, out = write_matrix(tmp_path), tmp_path / "out"
+    error = "OutOfMemoryError: CUDA out of memory. Tried to allocate 404.00 MiB. " + "Process 1 has 53 GiB in use. " * 5
+    Manifest(out).set_state("plain-s0", "failed", arm="plain", seed=0, phase="run", axes={}, error=error)
+    lines = qerl("matrix", path, "--out", out, "--dry-run").output.splitlines()
+    (line,) = (line for line in lines if line.startswith("  plain-s0"))
+    assert line.split("  ")[-1] == "failed: OutOfMemoryError: CUDA out of memory; --retry runs it again"
+
+
 def test_an_evaluation_that_has_changed_since_some_cells_had_it_is_refused(tmp_path):
     finals = [{"name": "sampled", "temperature": 1.0}]
     path = write_matrix(tmp_path, arms=ARMS[:1], set={"train.steps": 1}, final=finals)

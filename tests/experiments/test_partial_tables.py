@@ -73,6 +73,96 @@ def test_a_cell_that_the_machine_ended_is_open_and_not_collapsed():
     assert second == "a-s2 failed: TrainingError: not finite"
 
 
+def test_cells_that_ended_alike_are_named_together_and_in_brief():
+    """Seven cells that ran out of memory filled the table with the allocator's advice, seven times."""
+    full = (
+        "OutOfMemoryError: CUDA out of memory. Tried to allocate {} MiB. "
+        + "If reserved memory is large, try more. " * 5
+    )
+    cells = [cell("a", seed, None, state="failed", error=full.format(seed)) for seed in (1, 2)]
+    invalid = cell("b", 1, None, state="invalid", error="the model cannot be found")
+    found = compared(cell("a", 0, 0.30), *cells, cell("b", 0, 0.31), invalid)
+    assert found.notes == (
+        "a-s1, a-s2 failed: OutOfMemoryError: CUDA out of memory (not their training: they count as open, not as collapsed)",
+        "b-s1 is invalid: the model cannot be found",
+    )
+    page = render_arms([found])
+    assert "try more" not in page
+
+
+def evaluated(arm, seed, after, count, **facts):
+    found = cell(arm, seed, after, config={"data": {"eval": "gsm8k"}, "rollout": {"max_new_tokens": 512}}, **facts)
+    for point in found["evaluations"]:
+        point["count"] = count
+    return found
+
+
+def test_a_cell_that_was_never_evaluated_is_not_of_another_policy():
+    never = evaluated("a", 1, None, 1319, state="failed", error="OutOfMemoryError") | {"evaluations": []}
+    found = compared(evaluated("a", 0, 0.30, 1319), never)
+    assert found.evaluation.startswith("1319 questions of gsm8k") and ";" not in found.evaluation
+    assert not any("policy" in note for note in found.notes)
+    other = compared(evaluated("a", 0, 0.30, 1319), evaluated("b", 0, 0.30, 200))
+    assert any("not evaluated under one policy" in note for note in other.notes)
+
+
+def test_cells_of_another_version_are_named():
+    cells = [cell("a", seed, 0.3, machine={"commit": commit * 40}) for seed, commit in enumerate("ffe")]
+    assert "Made by several versions of the code: at fffffff 2 cells, at eeeeeee a-s2." in compared(*cells).notes
+    assert not any("versions" in note for note in compared(*cells[:2]).notes)
+
+
+def test_two_shared_seeds_have_no_verdict():
+    """Two differences that happen to be alike make an interval of no width: +1.6 [+1.6, +1.6] was called higher."""
+    cells = [cell("a", 0, 0.30), cell("a", 1, 0.32), cell("b", 0, 0.316), cell("b", 1, 0.3361)]
+    (pair,) = compared(*cells).pairs
+    assert pair.over_seeds.low > 0.01 and pair.verdict == "two seeds"
+    (pair,) = compared(*cells, cell("a", 2, 0.31), cell("b", 2, 0.3262)).pairs
+    assert pair.verdict == "higher"
+
+
+def test_all_seeds_count_where_the_scatter_is_pooled():
+    """Scatters .01 and .02 with 2 and 1 degrees of freedom; a third arm of one seed adds none. sd sqrt((2 + 2) / 3) points, t 3.182."""
+    cells = [cell("a", seed, after) for seed, after in enumerate((0.30, 0.31, 0.32))]
+    cells += [cell("b", 3, 0.34), cell("b", 4, 0.36), cell("c", 0, 0.9)]
+    found = compared(*cells)
+    row = row_of(found, "B − A")
+    assert row["Over shared seeds, points"] == "–" and row["Verdict"] == "no finished seed in common"
+    sd = ((2 * 0.01**2 + 0.02**2 / 2) / 3) ** 0.5
+    half = 3.1824 * sd * (1 / 3 + 1 / 2) ** 0.5
+    (pair,) = found.pairs
+    assert (pair.pooled.sd, pair.pooled.freedom) == (pytest.approx(sd), 3)
+    assert (pair.pooled.mean, pair.pooled.low) == (pytest.approx(0.04), pytest.approx(0.04 - half, abs=1e-5))
+    column = f"Over all seeds, scatter pooled (sd {100 * sd:.1f}, 3 degrees of freedom), points"
+    assert row[column] == f"+4.0 [+{4 - 100 * half:.1f}, +{4 + 100 * half:.1f}]"
+
+
+def test_what_was_there_before_training_is_told_apart():
+    def begun(arm, right):
+        found = cell(arm, 0, 0.5, right="1100")
+        return found | {"questions": found["questions"] | {"before": {"ids": IDS, "samples": 1, "right": right}}}
+
+    (pair,) = compared(begun("a", "1110"), begun("b", "1000")).pairs
+    assert pair.before.mean == pytest.approx(-0.5) and pair.before.low <= -0.5 <= pair.before.high
+    (pair,) = compared(begun("a", "1110"), begun("b", "1110")).pairs
+    assert pair.before is None, "one model"
+
+
+def test_signal_is_told_of_the_first_and_the_last_tenth_of_the_steps():
+    mixed = [0.5, 0.5, *[0.6] * 16, 0.7, 0.9]
+    curves = {
+        "groups/mixed": [list(range(1, 21)), mixed],
+        "probe/entropy_conditional/by_token": [[1, 21], [0.45, 0.35]],
+    }
+    open_cell = cell("a", 1, None, state="running", curves={"groups/mixed": [[1, 2], [0.0, 0.0]]})
+    found = compared(cell("a", 0, 0.3, curves=curves), open_cell, cell("b", 0, 0.3))
+    lines = markdown([found]).splitlines()
+    at = next(index for index, line in enumerate(lines) if line.startswith("| First → last"))
+    row = dict(zip(cells_of(lines[at]), cells_of(lines[at + 2]), strict=True))
+    assert row["Mixed groups"] == "50.0 → 80.0 %" and row["Entropy on the probe set"] == "0.450 → 0.350"
+    assert lines[at + 3] == "", "an arm without curves has no line"
+
+
 def test_what_can_be_detected_is_said_for_the_seeds_that_there_are():
     """(t_.975 + t_.8) sd sqrt(1/n1 + 1/n2): 3 degrees of freedom of 3 and 2 seeds, (3.182 + .978) .01 sqrt(5/6)."""
     cells = [cell("a", seed, 0.30 + 0.01 * seed) for seed in range(3)] + [cell("b", seed, 0.32) for seed in range(2)]

@@ -9,8 +9,11 @@ import pytest
 from qerl.experiments.statistics import (
     censored_median,
     detectable_difference,
+    difference_of_means,
+    holm,
     incomplete_beta,
     pareto_front,
+    pooled_variance,
     t_cdf,
     t_interval,
     t_quantile,
@@ -107,3 +110,40 @@ def test_the_front_holds_what_nothing_beats():
     points = [(-0.45, 100.0, 5.0), (-0.40, 50.0, 5.0), (-0.40, 60.0, 6.0), (-0.45, 100.0, 5.0), (-0.50, None, 1.0)]
     assert pareto_front(points) == [True, True, False, True, False]
     assert pareto_front([]) == []
+
+
+def test_scatter_within_groups_by_hand():
+    """Sums of squares 2, 0 and 8 over 2, 1 and 1 degrees of freedom; the group of one value has none."""
+    assert pooled_variance([[1, 2, 3], [5, 5], [1, 5], [9]]) == (pytest.approx(10 / 4), 4)
+    assert pooled_variance([[1], []]) == (0.0, 0)
+
+
+def test_a_difference_of_means_by_hand():
+    """Means 2 and 4, scatter 1 with 4 degrees of freedom: t = 2 / sqrt(2/3); the tail of 4 degrees has a closed form."""
+    first, second = [1.0, 2.0, 3.0], [3.0, 4.0, 5.0]
+    found = difference_of_means(first, second, *pooled_variance([first, second]))
+    assert (found.mean, found.low) == (2.0, pytest.approx(2.0 - 2.7764 * math.sqrt(2 / 3), abs=1e-3))
+    t = 2 / math.sqrt(2 / 3)
+    x = t / math.sqrt(4 + t * t)
+    assert found.p_value == pytest.approx(1 - x * (3 - x * x) / 2, abs=1e-12)
+    assert difference_of_means(first, [3.0], *pooled_variance([first])).high > 1.0 + 4.3027
+    assert difference_of_means([1.0], [2.0], *pooled_variance([[1.0], [2.0]])) is None
+    assert difference_of_means([1.0, 1.0], [2.0, 2.0], 0.0, 2) is None
+
+
+def test_intervals_of_pooled_scatter_cover_as_often_as_they_say():
+    """Arms of unlike means and counts, of which the first two are compared."""
+    rng = random.Random(2)
+    inside = 0
+    for _ in range(1500):
+        arms = [[rng.gauss(mean, 1.3) for _ in range(n)] for mean, n in ((0, 3), (1, 1), (4, 2), (9, 5))]
+        found = difference_of_means(arms[0], arms[1], *pooled_variance(arms), 0.9)
+        inside += found.low <= 1 <= found.high
+    assert inside / 1500 == pytest.approx(0.9, abs=0.025)
+
+
+def test_several_questions_at_once():
+    """Holm, by hand: .01 times 3, .03 times 2, and .04, which may not fall below that."""
+    assert holm([0.04, 0.01, 0.03]) == pytest.approx([0.06, 0.03, 0.06])
+    assert holm([0.6, 0.7]) == [1.0, 1.0]
+    assert holm([]) == []

@@ -116,6 +116,43 @@ def test_noise_is_drawn_in_steps_and_what_is_measured_is_not(comparison):
     assert shapes == {"m-aqn-sigma": {"hv"}, "m-reward": {"linear"}}
 
 
+def test_many_runs_are_drawn_as_means_of_arms(comparison):
+    """37 jagged lines in one figure could not be told apart."""
+    extra = tuple(replace(curve, seed=curve.seed + 10) for curve in comparison.curves["reward"])
+    crowded = replace(comparison, curves=comparison.curves | {"reward": comparison.curves["reward"] + extra})
+    plain, full = (
+        next(panel for panel in arm_panels(c, "m-") if panel.id == "m-reward") for c in (comparison, crowded)
+    )
+    assert len(full.figure.data) == len(comparison.arms) < len(plain.figure.data)
+    assert "runs by themselves are left out" in full.caption and "left out" not in plain.caption
+    own = [curve.values for curve in comparison.curves["reward"] if curve.arm == "bf16"]
+    middle = [sum(values[30 + shift] for values in own) / len(own) for shift in range(-2, 3)]
+    assert full.figure.data[0].y[30] == pytest.approx(sum(middle) / 5, rel=1e-5)
+
+
+def test_an_interval_of_two_seeds_does_not_squeeze_the_others(comparison):
+    first, *others = comparison.pairs
+    wide = replace(first, over_seeds=replace(first.over_seeds, low=-0.6, high=0.6))
+    panels = [
+        next(panel for panel in arm_panels(replace(comparison, pairs=pairs), "m-") if panel.id == "m-differences")
+        for pairs in (comparison.pairs, (wide, *others))
+    ]
+    assert "leaves the picture" not in panels[0].caption and "leaves the picture" in panels[1].caption
+    low, high = panels[1].figure.layout.xaxis.range
+    marks = [100 * value for row in comparison.pairs for value in row.over_seeds.values]
+    assert -60 < low < min(marks) and max(marks) < high < 60
+
+
+def test_more_arms_than_colors_are_told_apart(comparison):
+    arms = tuple(replace(comparison.arms[0], key=f"a{n}", label=f"arm {n}") for n in range(11))
+    many = replace(comparison, arms=arms, pairs=())
+    figure = next(panel.figure for panel in arm_panels(many, "m-") if panel.id == "m-accuracy")
+    looks = [(t.marker.symbol, t.marker.color) for t in figure.data if t.mode == "markers" and t.marker.size == 9]
+    seeds = [look for look in looks if look[0].startswith("circle")]
+    assert len(set(seeds)) == 11
+    assert render_arms([many]).count("key hollow") == 6 + len(arms[0].seeds), "three cards, three tables, runs"
+
+
 def test_the_front_is_marked(comparison):
     assert [arm.on_front for arm in comparison.arms] == [False, True, True, False, False]
 

@@ -35,3 +35,22 @@ def test_plain_values():
         text.plain({"lr": 1e-5, "on": True, "sites": ["a", "b"], "none": None})
         == "lr 1e-05, on true, sites a, b, none none"
     )
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        (
+            "OutOfMemoryError: CUDA out of memory. Tried to allocate " + "404 MiB. " * 40,
+            "OutOfMemoryError: CUDA out of memory",
+        ),
+        (
+            "AcceleratorError: CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation'\n",
+            "AcceleratorError: CUDA error: out of memory",
+        ),
+        ("no such file; got a. b", "no such file; got a. b"),
+        ("", ""),
+    ],
+)
+def test_a_message_in_brief_is_what_failed(message, expected):
+    assert text.brief(message) == expected
