@@ -175,8 +175,7 @@ def _tenth(values: Sequence[float]) -> int:
 def _seed(cell: Cell, target: Mapping[str, Any], below: float) -> SeedRow:
     points = list(cell["evaluations"])
     before = next((point["accuracy"] for point in points if point["step"] == 0), None)
-    ended = cell["state"] in WHOLE and bool(points)
-    after = points[-1]["accuracy"] if ended and points[-1]["step"] > 0 else None
+    after = accuracy_after(cell)
     fell = after is not None and before is not None and after < below * before
     reached = time_to_target(points, float(target["accuracy"]), target.get("device_seconds")) if target else None
     peak = cell.get("peak_memory") or {}
@@ -198,6 +197,13 @@ def _seed(cell: Cell, target: Mapping[str, Any], below: float) -> SeedRow:
         target={} if reached is None else reached.spent,
         target_bound={} if reached is None else reached.bound,
     )
+
+
+def accuracy_after(cell: Cell) -> float | None:
+    """Last accuracy of a run that made all its steps; None of others, and of one that was not evaluated after its start."""
+    points = cell["evaluations"]
+    ended = cell["state"] in WHOLE and bool(points) and points[-1]["step"] > 0
+    return float(points[-1]["accuracy"]) if ended else None
 
 
 def _finals(cells: Sequence[Cell]) -> dict[str, Spread | None]:

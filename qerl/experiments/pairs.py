@@ -54,7 +54,9 @@ def pair_rows(
     else:
         asked = [(arms[0], arm) for arm in arms[1:]]
     detect = (known.get("plan") or {}).get("detect")
-    scatter, freedom = pooled_variance([arm.after.values for arm in arms if arm.after is not None])
+    scatter, freedom = pooled_variance(
+        [*(arm.after.values for arm in arms if arm.after is not None), *known.get("scatter", ())]
+    )
     rows = [
         pair_row(
             by_arm[a.key],

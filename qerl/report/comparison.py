@@ -150,7 +150,7 @@ class PairRow:
 
     @property
     def verdict(self) -> str:
-        """In words, from the interval over seeds: that alone speaks of training again."""
+        """In words, from the interval over shared seeds alone."""
         if self.over_seeds is None:
             return "no finished seed in common"
         count = len(self.over_seeds.values)

@@ -112,7 +112,7 @@ def _differences(comparison: Comparison, prefix: str) -> Panel | None:
     _pad(figure, [0.0])
     cut = _cut(figure, rows)
     caption = (
-        "Second arm minus first. Dots: runs with one seed. Blue line: t-interval over seeds, which alone speaks of training again. Amber: "
+        "Second arm minus first. Dots: runs with one seed. Blue line: t-interval over seeds, of which the verdict is. Amber: "
         "interval over questions, of these very models. Grey: smaller than what was stated to be detectable."
         f"{' A blue line that leaves the picture is longer than it.' if cut else ''}"
     )

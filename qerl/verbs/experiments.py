@@ -17,7 +17,11 @@ MATRIX_EXAMPLES = (
     "configs/matrix/mechanism.yaml --cell nvfp4-s0",
     "configs/matrix/mechanism.yaml --jobs 4",
 )
-RESULTS_EXAMPLES = ("results/mechanism --step 30", "runs/mechanism --write results")
+RESULTS_EXAMPLES = (
+    "results/mechanism --step 30",
+    "runs/mechanism --write results",
+    "results/mechanism results/ablations --against mechanism/nvfp4_aqn",
+)
 
 
 def matrix(
@@ -117,6 +121,12 @@ def results(
         int | None,
         typer.Option(metavar="N", min=1, help="As of step N, after which cells were evaluated: an early look."),
     ] = None,
+    against: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MATRIX/ARM", help="Compare the arms of the other matrices with this arm, which has their settings."
+        ),
+    ] = None,
 ) -> None:
     """Print the table of one or more matrices in Markdown, from the small summaries of their cells."""
     from qerl.experiments.as_of import as_of_step, common_steps
@@ -130,6 +140,14 @@ def results(
             got=f"--step {step} --write {write}",
             remedy="Leave one out",
         )
+    if against is not None:
+        from qerl.experiments.against import against as with_reference
+
+        if write is not None:
+            raise ConfigError("--write keeps matrices as they are", got=f"--against {against} --write {write}")
+        cells = read_cells(folders)
+        typer.echo(markdown(compare_cells(with_reference(cells if step is None else as_of_step(cells, step), against))))
+        return
     for folder in folders:
         cells = read_cells([folder])
         if write is not None:
