@@ -106,6 +106,13 @@ def test_a_cell_that_was_never_evaluated_is_not_of_another_policy():
     assert any("not evaluated under one policy" in note for note in other.notes)
 
 
+def test_cells_beside_others_are_named_unless_all_were():
+    beside, alone = cell("a", 0, 0.3, shared_device=True), cell("a", 1, 0.3)
+    assert "Ran beside other cells on one device, and so counted without times: a-s0." in compared(beside, alone).notes
+    found = compared(beside, cell("a", 1, 0.3, shared_device=True))
+    assert found.notes == ("Every cell ran beside others on one device: all count without times.",)
+
+
 def test_cells_of_another_version_are_named():
     cells = [cell("a", seed, 0.3, machine={"commit": commit * 40}) for seed, commit in enumerate("ffe")]
     assert "Made by several versions of the code: at fffffff 2 cells, at eeeeeee a-s2." in compared(*cells).notes
