@@ -27,9 +27,10 @@ def _section(comparison: Comparison) -> str:
     rows = axis_rows(comparison.arms) if comparison.protocol == "mechanism" else []
     if rows:
         parts.append(_axis(rows))
-    if comparison.pairs:
+    if comparison.known_pairs:
         parts.append(_pairs(comparison))
-    remarks = [*comparison.choices, *comparison.notes]
+    unanswered = [f"Not yet against {first}: {'; '.join(arms)}." for first, arms in comparison.open_pairs.items()]
+    remarks = [*comparison.choices, *unanswered, *comparison.notes]
     if remarks:
         parts.append("\n".join(f"* {remark}" for remark in remarks))
     return "\n\n".join(parts)
@@ -129,7 +130,7 @@ def _pairs(comparison: Comparison) -> str:
         "McNemar p by seed",
         "Detectable, planned (finished) seeds",
     ]
-    return _table(head, [_pair(row, finals) for row in comparison.pairs])
+    return _table(head, [_pair(row, finals) for row in comparison.known_pairs])
 
 
 def _pair(row: PairRow, finals: Sequence[str]) -> list[str]:

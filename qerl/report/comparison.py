@@ -149,6 +149,11 @@ class PairRow:
     """The same for the seeds of the two arms that have a result; None with fewer than two of either."""
 
     @property
+    def has_figures(self) -> bool:
+        """Whether anything is known of the difference."""
+        return self.over_seeds is not None or self.pooled is not None or self.before is not None
+
+    @property
     def verdict(self) -> str:
         """In words, from the interval over shared seeds alone."""
         if self.over_seeds is None:
@@ -214,6 +219,20 @@ class Comparison:
     notes: tuple[str, ...]
     """What keeps the comparison from being clean."""
     machine: str
+
+    @property
+    def known_pairs(self) -> list[PairRow]:
+        """Differences of which something is known."""
+        return [row for row in self.pairs if row.has_figures]
+
+    @property
+    def open_pairs(self) -> dict[str, list[str]]:
+        """First arm -> second arms of the differences of which nothing is known yet."""
+        found: dict[str, list[str]] = {}
+        for row in self.pairs:
+            if not row.has_figures:
+                found.setdefault(row.first, []).append(row.second)
+        return found
 
     @property
     def paired_finals(self) -> list[str]:

@@ -30,6 +30,8 @@ class Panel:
     caption: str
     figure: go.Figure
     wide: bool = False
+    rows: int | None = None
+    """Lines of a figure with one for each arm or difference, which its height follows."""
 
 
 def new_figure(*, xaxis: dict[str, Any] | None = None, yaxis: dict[str, Any] | None = None) -> go.Figure:

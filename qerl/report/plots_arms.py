@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections.abc import Sequence
 from statistics import fmean
@@ -17,6 +18,9 @@ from qerl.units import bytes_text
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
+
+ROW_PIXELS = 62
+"""Height of a line of a figure with one for each arm or difference (``arms.html``)."""
 
 
 def arm_panels(comparison: Comparison, prefix: str) -> list[Panel]:
@@ -59,7 +63,8 @@ def _accuracy(comparison: Comparison, prefix: str) -> Panel | None:
             9,
             [f"seed {row.seed}" for row in ended],
         )
-        _dots(figure, wrapped(arm.label), [arm.after.mean], "var(--ink)", "line-ns", 16, ["mean over seeds"])
+        if len(ended) > 1:
+            _dots(figure, wrapped(arm.label), [arm.after.mean], "var(--ink)", "line-ns", 16, ["mean over seeds"])
         before = [row.before for row in arm.seeds if row.before is not None]
         if before:
             _dots(figure, wrapped(arm.label), [fmean(before)], "var(--c-slate)", "diamond-open", 9, ["before training"])
@@ -71,7 +76,13 @@ def _accuracy(comparison: Comparison, prefix: str) -> Panel | None:
         "the accuracy before training."
     )
     return Panel(
-        id=f"{prefix}accuracy", section="quality", title="Accuracy by arm", caption=caption, figure=figure, wide=True
+        id=f"{prefix}accuracy",
+        section="quality",
+        title="Accuracy by arm",
+        caption=caption,
+        figure=figure,
+        wide=True,
+        rows=len(arms),
     )
 
 
@@ -108,7 +119,8 @@ def _differences(comparison: Comparison, prefix: str) -> Panel | None:
             8,
             ["one seed"] * len(spread.values),
         )
-        _dots(figure, name, [100 * spread.mean], "var(--ink)", "line-ns", 16, ["mean over seeds"])
+        if len(spread.values) > 1:
+            _dots(figure, name, [100 * spread.mean], "var(--ink)", "line-ns", 16, ["mean over seeds"])
     _pad(figure, [0.0])
     cut = _cut(figure, rows)
     caption = (
@@ -123,7 +135,14 @@ def _differences(comparison: Comparison, prefix: str) -> Panel | None:
         caption=caption,
         figure=figure,
         wide=True,
+        rows=_rows_for([pair_name(row) for row in rows]),
     )
+
+
+def _rows_for(names: Sequence[str]) -> int:
+    """Lines of a figure whose names do not run into one another: one each, more where a name has more than three lines of text."""
+    tallest = max(name.count("<br>") + 1 for name in names)
+    return math.ceil(len(names) * max(1.0, (15 * tallest + 8) / ROW_PIXELS))
 
 
 def _cut(figure: go.Figure, rows: Sequence[PairRow]) -> bool:
@@ -208,7 +227,13 @@ def _stages(comparison: Comparison, prefix: str) -> Panel | None:
             )
     caption = "Wall time of whole runs by stage. What quantization saves in generation it may lose elsewhere."
     return Panel(
-        id=f"{prefix}stages", section="bytes", title="Time by stage", caption=caption, figure=figure, wide=True
+        id=f"{prefix}stages",
+        section="bytes",
+        title="Time by stage",
+        caption=caption,
+        figure=figure,
+        wide=True,
+        rows=len(arms),
     )
 
 

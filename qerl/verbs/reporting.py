@@ -20,6 +20,7 @@ REPORT_EXAMPLES = (
     "runs/bf16 runs/nvfp4 --out both.html",
     "runs/mechanism",
     "results/mechanism --step 30 --out mechanism.html",
+    "results/mechanism results/ablations --against mechanism/nvfp4_aqn --out ablations.html",
 )
 
 
@@ -46,6 +47,12 @@ def report(
     step: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="Of several: as they were after step N, an early look.")
     ] = None,
+    against: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MATRIX/ARM", help="Of several matrices: compare the arms of the others with this arm of one."
+        ),
+    ] = None,
 ) -> None:
     """Write one self-contained HTML page about a run, or about several runs and the arms of a matrix."""
     if out is not None:
@@ -61,8 +68,9 @@ def report(
     from qerl.metrics.run_dir import RunDir
 
     if len(folders) == 1 and RunDir(folders[0]).holds_a_run():
-        if step is not None:
-            raise ConfigError("--step is for the report of several runs", got=folders[0])
+        if step is not None or against is not None:
+            name = "--step" if step is not None else "--against"
+            raise ConfigError(f"{name} is for the report of several runs", got=folders[0])
         _report_of_one(Path(folders[0]), out, target, baseline)
         return
     if baseline is not None:
@@ -75,7 +83,12 @@ def report(
     if len(folders) > 1 and out is None:
         raise ConfigError("a report of several runs needs a place", remedy="Add --out FILE.html")
     collection = read_cells([Path(folder) for folder in folders])
-    comparisons = compare_cells(collection if step is None else as_of_step(collection, step), target=target)
+    collection = collection if step is None else as_of_step(collection, step)
+    if against is not None:
+        from qerl.experiments.against import against as with_reference
+
+        collection = with_reference(collection, against)
+    comparisons = compare_cells(collection, target=target)
     print_facts({"report": write_arms_report(comparisons, out or Path(folders[0]) / "report.html")})
 
 

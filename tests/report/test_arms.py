@@ -16,8 +16,9 @@ from qerl.cli import app
 from qerl.experiments.compare import compare_cells
 from qerl.experiments.folders import Collection, read_cells
 from qerl.experiments.pairs import spread
+from qerl.experiments.table import markdown
 from qerl.report.arms import render_arms, seeds_text, target_text
-from qerl.report.comparison import TargetRow
+from qerl.report.comparison import Difference, TargetRow
 from qerl.report.plots_arms import arm_panels
 
 
@@ -143,6 +144,25 @@ def test_an_interval_of_two_seeds_does_not_squeeze_the_others(comparison):
     assert -60 < low < min(marks) and max(marks) < high < 60
 
 
+def test_differences_without_a_figure_are_listed_in_one_line(comparison):
+    """A matrix whose first arm had not ended was fifteen lines of nothing, and figures with room for what is not there."""
+    nothing = {"over_seeds": None, "pooled": None, "before": None, "question_difference": None, "tests": ()}
+    first, second, third = comparison.pairs
+    before = Difference(mean=0.006, low=-0.016, high=0.029)
+    pairs = (first, replace(second, **nothing), replace(third, **(nothing | {"before": before})))
+    open_arm = replace(comparison.arms[4], after=None)
+    partial = replace(comparison, pairs=pairs, arms=(*comparison.arms[:4], open_arm))
+    page = Page(render_arms([partial]))
+    assert f"Not yet against {second.first}: {second.second}." in page.text
+    assert "nothing after training; before it +0.6 (−1.6 to +2.9) points" in page.text
+    assert f"* Not yet against {second.first}: {second.second}." in markdown([partial])
+    rows = {panel.id: panel.rows for panel in arm_panels(partial, "m-")}
+    assert (rows["m-accuracy"], rows["m-differences"]) == (4, 1)
+    long = replace(first, second="a name of many words that " * 4)
+    rows = {panel.id: panel.rows for panel in arm_panels(replace(partial, pairs=(long,) * 4), "m-")}
+    assert rows["m-differences"] > 4
+
+
 def test_more_arms_than_colors_are_told_apart(comparison):
     arms = tuple(replace(comparison.arms[0], key=f"a{n}", label=f"arm {n}") for n in range(11))
     many = replace(comparison, arms=arms, pairs=())
@@ -217,6 +237,8 @@ def test_the_command_knows_runs_from_matrices(tmp_path, results):
         assert name.exists()
     for arguments, words in (
         (["report", str(run.path), str(results)], "needs a place"),
+        (["report", str(run.path), "--against", "example/nvfp4"], "--against is for the report of several"),
+        (["report", str(results), "--against", "example/nvfp4"], "no other matrix to compare"),
         (["report", str(run.path), "optim.lr=1"], "take no settings"),
         (["report", str(tmp_path / "none")], "no such run folder"),
     ):
