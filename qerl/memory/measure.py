@@ -123,6 +123,10 @@ class PhasePeaks:
     """Phase -> peaks of this step."""
     run: dict[str, dict[str, int]] = field(default_factory=dict)
     """Phase -> highest peaks so far."""
+    largest_pass: int = 0
+    """Tokens of the largest pass so far that kept activations."""
+    larger_passes: int = 0
+    """Passes that were larger than any before them."""
 
     def begin(self) -> None:
         """A phase begins: what came before is nobody's."""
@@ -142,6 +146,21 @@ class PhasePeaks:
             peaks = kept.setdefault(phase, {"allocated": 0, "reserved": 0})
             peaks["allocated"] = max(peaks["allocated"], allocated)
             peaks["reserved"] = max(peaks["reserved"], reserved)
+
+    def make_room(self, tokens: int) -> None:
+        """Before a pass that keeps activations: one that is larger than any before finds nothing cached.
+
+        Torch's allocator keeps the memory of each large tensor apart, and gives it to tensors of at most its size. So the memory of the passes so far
+        has no room for the activations of a larger one, one tensor a layer, and would stay beside the new one: a run reserved twice what it needed after
+        one larger pass, and three times after two. To be had again it takes some ten milliseconds, and few passes are the largest yet.
+
+        Args:
+            tokens: of the pass; what it keeps grows with them.
+        """
+        if tokens > self.largest_pass:
+            self.largest_pass = tokens
+            self.larger_passes += 1
+            return_unused(self.device)
 
     def end_step(self) -> dict[str, dict[str, int]]:
         """Peaks of the step that ends; the next begins with none."""

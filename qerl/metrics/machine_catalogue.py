@@ -89,6 +89,11 @@ _MEMORY = section(
         "Peak of tensors allocated on the GPU in one stage of the step (those of `time/`).",
     ),
     ("memory/{stage}/reserved_gb", "GB", "Peak of memory reserved on the GPU in one stage of the step."),
+    (
+        "memory/larger_passes",
+        "count",
+        "Passes with a gradient so far that had more tokens than any before: unused memory was given back before each of them. On a GPU.",
+    ),
     kind="memory",
 )
 

@@ -50,6 +50,8 @@ class GraphPool:
         """Record the kernels of a step, which does not run them."""
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(self.device)
+        # During a capture the allocator gives nothing back of what it has cached, and would run out of memory instead.
+        torch.cuda.empty_cache()
         with torch.cuda.stream(self._stream):
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from qerl.config.schema import Config
 from qerl.kernels.token_logprobs import token_logprobs
+from qerl.memory import PhasePeaks
 from qerl.model.aqn import Noise
 from qerl.model.decoder import Decoder
 from qerl.model.recompute import Checkpointing
@@ -147,6 +148,7 @@ def learn(
                     counts,
                     replayed,
                     stats,
+                    timer.peaks,
                     on_policy=not stats.grad_norms,
                     beside=beside if index == place == 0 else None,
                 )
@@ -226,6 +228,7 @@ def _backward(
     counts: Divisors,
     noise: Noise | None,
     stats: LearnStats,
+    peaks: PhasePeaks,
     *,
     on_policy: bool,
     beside: Beside | None,
@@ -233,6 +236,8 @@ def _backward(
     """Adds the gradient of one micro-batch, if it has one, and launches ``beside`` behind it; returns its loss, detached."""
     settings, batch = SurrogateSettings.from_config(config.objective), micro.batch
     train = config.train
+    if micro.teaches:
+        peaks.make_room(batch.tokens_T.numel())
     with torch.set_grad_enabled(micro.teaches):
         logprobs_N, entropy_N = policy_logprobs(
             model,

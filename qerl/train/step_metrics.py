@@ -74,6 +74,8 @@ def memory_metrics(peaks: memory.PhasePeaks) -> dict[str, float]:
     """Peaks so far, and by phase of the step that ends, in GB (1e9 bytes)."""
     result = {"memory/rss_gb": memory.process_bytes()["rss_peak"] / GB}
     result |= {f"memory/{name.removesuffix('_peak')}_gb": size / GB for name, size in peaks.overall.items()}
+    if peaks.run:
+        result["memory/larger_passes"] = peaks.larger_passes
     for phase, figures in peaks.end_step().items():
         result |= {f"memory/{phase}/{kind}_gb": size / GB for kind, size in figures.items()}
     return result

@@ -34,6 +34,26 @@ def learn_from(folder, groups, *settings):
     return stats.metrics(), moved
 
 
+def test_room_is_made_for_the_largest_pass_with_a_gradient_alone(folder):
+    """A group without a difference is scored and keeps nothing, however long; a second step of the same sizes finds its room made."""
+    config = load_config(None, ["optim.updates_per_rollout=1", "lora.rank=2"])
+    model = load_tiny(folder, lora=config.lora, seed=0)
+    optimizer, timer = make_optimizer(model.trainable_parameters(), config.optim), StageTimer()
+    for step, (groups, largest, larger) in enumerate(
+        [
+            ([group_of([Outcome.WRONG] * 3)], 0, 0),
+            ([group_of([Outcome.CORRECT, Outcome.WRONG])], 4 + 5, 1),
+            ([group_of([Outcome.CORRECT, Outcome.WRONG])], 4 + 5, 1),
+            ([group_of([Outcome.CORRECT, Outcome.WRONG, Outcome.WRONG])], 4 + 5 + 6, 2),
+            ([group_of([Outcome.WRONG, Outcome.CORRECT])], 4 + 5 + 6, 2),
+        ]
+    ):
+        values = advantages([[s.reward for s in group.scores] for group in groups])
+        samples = make_samples(groups, values, mask_truncated=False)
+        learn(config, model, optimizer, samples, noise=None, completed=step, timer=timer)
+        assert (timer.peaks.largest_pass, timer.peaks.larger_passes) == (largest, larger)
+
+
 def group_of(outcomes):
     """Answers of 1, 2, 3 … tokens, at log-probs near those of a random model with 96 words."""
     completions = tuple(completion(3, [-4.6, -4.2, -4.9][: i + 1], key=i) for i in range(len(outcomes)))
