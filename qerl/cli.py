@@ -228,18 +228,18 @@ def rollout(
 ) -> None:
     """Sample and score answers; writes behavior records (tokens, log-probs, rewards) as parquet."""
     config_file, overrides = split_settings(settings)
-    flags = {"data.train": data, "rollout.temperature": temperature}
+    from qerl.train.fit import within_budget
     from qerl.train.standalone import resolve_target, sample_target
 
     resolved = resolve_target(
         target,
-        [*overrides, *as_settings(flags)],
+        [*overrides, *as_settings({"data.train": data, "rollout.temperature": temperature})],
         config_file=config_file,
         checkpoint=checkpoint,
         adapter=adapter,
         base=base,
     )
-    with progress_bar() as on_progress:
+    with progress_bar() as on_progress, within_budget(resolved.config):
         result = sample_target(resolved, samples=n, limit=limit, out=out, warn=warn, on_progress=on_progress)
     accuracy = "nothing scorable" if result["accuracy"] is None else f"{100 * result['accuracy']:.1f} %"
     print_facts(

@@ -73,6 +73,13 @@ class MemoryBudgetError(QerlError, RuntimeError):
     """The plan does not fit the memory it was given."""
 
 
+class DeviceMemoryError(QerlError, RuntimeError):
+    """A GPU, or the share of it that a run was given, had not the memory that was asked for."""
+
+    crowded = False
+    """Whether other processes had what was missing: alone on the GPU the run may fit."""
+
+
 class OutputError(QerlError, RuntimeError):
     """A file or folder cannot be written: a full disk, no permission, a path that is taken or too long."""
 

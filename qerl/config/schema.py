@@ -225,7 +225,7 @@ class TrainConfig(Section):
     activation_offloading: bool = False
     """With `checkpointing: full`, keep the layer inputs in the host's memory between forward and backward pass."""
     memory_budget: Annotated[float, Field(gt=0)] | Literal["auto", "off"] = "auto"
-    """GB (1e9 bytes) that the predicted peak must not exceed; a plan beyond it is refused before weights are read. `auto`: 92 % of a GPU's memory, no bound on the CPU."""
+    """GB (1e9 bytes) that the run may take. On a GPU, PyTorch's allocator is held to it, and the predicted peak may fill 92 % of it; a plan beyond that is refused before weights are read. On the CPU the plan may fill all of it. `auto`: a plan of 92 % of a GPU's memory, no bound on the CPU. `off`: no plan is refused."""
     save_every: NonNegative = 50
     """Steps between checkpoints; 0 saves only the last."""
     keep_checkpoints: NonNegative = 0

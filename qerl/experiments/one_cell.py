@@ -7,7 +7,7 @@ import shutil
 
 import torch
 
-from qerl.errors import QerlError, RunFolderError, RunStopped, TrainingError
+from qerl.errors import DeviceMemoryError, QerlError, RunFolderError, RunStopped, TrainingError
 from qerl.experiments.cells import Cell
 from qerl.experiments.final import Trained, evaluate_trained, from_trainer, missing, reopen
 from qerl.experiments.manifest import State, work_folder
@@ -17,6 +17,7 @@ from qerl.experiments.shared import evaluate_before, take_probe
 from qerl.experiments.summary import write_cell_summary
 from qerl.metrics.run_dir import RunDir
 from qerl.metrics.run_lock import RunLock, is_held
+from qerl.train.fit import within_budget
 from qerl.train.run import train
 from qerl.train.stop import Deadline, StopRequest
 
@@ -46,7 +47,9 @@ def _run_locked(plan: Plan, cell: Cell, deadline: Deadline, *, own_process: bool
     assert cell.config is not None
     run = plan.run(cell)
     _refuse_strangers(plan, cell, run)
-    plan.manifest.set_state(cell.name, "running", error=None, collapse=None, given_up=None, own_process=own_process)
+    plan.manifest.set_state(
+        cell.name, "running", error=None, collapse=None, given_up=None, crowded=None, own_process=own_process
+    )
     _mark_sharing(plan, cell)
     try:
         state = _train_and_evaluate(plan, cell, run, deadline)
@@ -58,7 +61,9 @@ def _run_locked(plan: Plan, cell: Cell, deadline: Deadline, *, own_process: bool
     except FAILURES as error:
         what = str(error) or type(error).__name__
         error_text = f"{type(error).__name__}: {what}"[:2000]
-        plan.manifest.set_state(cell.name, "failed", error=error_text, collapse=isinstance(error, COLLAPSES) or None)
+        collapse, crowded = isinstance(error, COLLAPSES), isinstance(error, DeviceMemoryError) and error.crowded
+        facts = {"error": error_text, "collapse": collapse or None, "crowded": crowded or None}
+        plan.manifest.set_state(cell.name, "failed", **facts)
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -87,7 +92,7 @@ def _train_and_evaluate(plan: Plan, cell: Cell, run: RunDir, deadline: Deadline)
 
     if has_all_steps(run):
         if missing(run, specs, config):
-            with StopRequest(lambda text: None) as stop:
+            with within_budget(config), StopRequest(lambda text: None) as stop:
                 finals(reopen(config, run), stop)
     else:
         train(

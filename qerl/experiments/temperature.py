@@ -24,6 +24,7 @@ from qerl.records import TrainBatch
 from qerl.train.diagnostics.entropy import entropy
 from qerl.train.diagnostics.passes import answer_hidden, logit_chunks, pack_answers
 from qerl.train.diagnostics.probe import cut, open_probe
+from qerl.train.fit import within_budget
 from qerl.train.noise.director import NoiseDirector
 from qerl.train.prompts import load_prompts
 from qerl.train.session import Session, open_session
@@ -128,14 +129,14 @@ def find_temperature(config: Config, out: RunDir, target: float, match: MatchCon
 @contextmanager
 def _probe(config: Config, out: RunDir) -> Iterator[tuple[Session, list[TrainBatch]]]:
     """The model before training and the packed probe set; without gradients."""
-    session = open_session(config)
-    source, split = (config.data.eval, "test") if config.data.eval is not None else (config.data.train, "train")
-    prompts, _, _ = load_prompts(config, session.tokenizer, source, split, config.diagnostics.probe_prompts)
-    with only_maker_of_probe(out.path, lambda text: None):
-        probe = open_probe(config, out, session, prompts)
-    size = config.rollout.group_size
-    items = [replace(cut(item, config.diagnostics.probe_tokens), sample_key=size * i) for i, item in enumerate(probe)]
-    with torch.no_grad():
+    with within_budget(config), torch.no_grad():
+        session = open_session(config)
+        source, split = (config.data.eval, "test") if config.data.eval is not None else (config.data.train, "train")
+        prompts, _, _ = load_prompts(config, session.tokenizer, source, split, config.diagnostics.probe_prompts)
+        with only_maker_of_probe(out.path, lambda text: None):
+            probe = open_probe(config, out, session, prompts)
+        size, most = config.rollout.group_size, config.diagnostics.probe_tokens
+        items = [replace(cut(item, most), sample_key=size * i) for i, item in enumerate(probe)]
         yield session, pack_answers(items, config.pass_tokens, session.device)
 
 

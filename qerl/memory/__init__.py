@@ -7,6 +7,7 @@ Prediction needs no weights and no device. Owners are disjoint. 1 GB = 1e9 bytes
 * ``copies``: whether dequantized copies of weights are kept;
 * ``ledger``: ``predict`` adds them up by phase;
 * ``advice``: does it fit, what would, and what each setting buys;
+* ``bound``: the budget held to while a run works, and what to say when memory runs out;
 * ``measure``: bytes of the tensors that exist, peaks by phase, and both against the prediction.
 """
 
@@ -22,12 +23,14 @@ from qerl.memory.advice import (
     resolve,
     together,
 )
+from qerl.memory.bound import OUTSIDE, within_budget
 from qerl.memory.copies import settle_copies
 from qerl.memory.ledger import PHASES, Ledger, check_cache, kv_bytes, predict
 from qerl.memory.measure import PhasePeaks, device_bytes, held_against, measure_resident, process_bytes, return_unused
 from qerl.memory.shapes import policy_bytes, trained_tensors, uses_dense_cache
 
 __all__ = [
+    "OUTSIDE",
     "PHASES",
     "Budget",
     "Ledger",
@@ -53,4 +56,5 @@ __all__ = [
     "together",
     "trained_tensors",
     "uses_dense_cache",
+    "within_budget",
 ]

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from qerl.config.schema import Config
 from qerl.errors import ConfigError, MemoryBudgetError
+from qerl.kernels.cuda import share_of
 from qerl.memory.copies import copies_pay, with_copies
 from qerl.memory.ledger import PHASES, check_cache, mini_batch_tokens, predict, wanted_kv_bytes
 from qerl.model.recompute import Checkpointing
@@ -20,7 +21,7 @@ from qerl.model.spec import ModelSpec
 from qerl.units import GB, bytes_text
 
 USABLE = 0.92
-"""Share of a GPU's memory that a plan may fill; the rest is for the CUDA context and for gaps between allocations."""
+"""Share of a GPU's memory, or of what a run is given of it, that a plan may fill; the rest is for gaps between allocations and ``OUTSIDE``."""
 NOTABLE = 0.999
 """Share of a phase from which on a saving is not worth a line."""
 SHARE = 0.7
@@ -87,20 +88,21 @@ def parse_size(text: str) -> Budget:
 
 
 def budget_of(config: Config, device: torch.device) -> Budget | None:
-    """The budget that ``train.memory_budget`` means on a device; None where there is no bound."""
+    """The budget that ``train.memory_budget`` means on a device; None where there is no bound.
+
+    A number on a GPU is like a GPU of that size: the plan may fill the same share of it, and the rest is for gaps (``bound``).
+    """
     setting = config.train.memory_budget
     if setting == "off" or (setting == "auto" and device.type != "cuda"):
         return None
-    if setting != "auto":
+    if device.type != "cuda":
+        assert setting != "auto"
         return Budget(size=int(setting * GB), source=f"train.memory_budget={setting:g}")
-    total = torch.cuda.get_device_properties(device).total_memory
-    # A fraction that the process was limited to counts, too.
-    index = torch.cuda.current_device() if device.index is None else device.index
-    fraction = torch.cuda.get_per_process_memory_fraction(index)
+    share = share_of(device)
+    if setting != "auto" and setting * GB < share:
+        return Budget(size=int(USABLE * setting * GB), source=f"{USABLE:.0%} of train.memory_budget={setting:g}")
     name = torch.cuda.get_device_name(device)
-    return Budget(
-        size=int(USABLE * total * fraction), source=f"{USABLE:.0%} of {bytes_text(total * fraction)} ({name})"
-    )
+    return Budget(size=int(USABLE * share), source=f"{USABLE:.0%} of {bytes_text(share)} ({name})")
 
 
 def resolve(config: Config, spec: ModelSpec, budget: Budget | None, *, device_type: str) -> Config:

@@ -21,7 +21,7 @@ import torch
 from qerl.config.schema import KvFormat
 from qerl.errors import ConfigError, DataError, TrainingError
 from qerl.kernels.cached_attention import FP8, members_for
-from qerl.kernels.cuda import can_lend
+from qerl.kernels.cuda import can_lend, room_in_share
 from qerl.memory.pages import SPARE_PAGES, check_pages
 from qerl.model.aqn import Noise
 from qerl.model.decoder import Decoder
@@ -50,7 +50,7 @@ MOST_KEYS = 1 << 32
 """Sample keys there are: each is a word of a counter."""
 
 KV_SHARE = 0.5
-"""Most of the free memory of a CUDA device that keys and values take when no budget is given."""
+"""Most of the memory that a CUDA device has free for the process that keys and values take when no budget is given."""
 
 
 class Engine:
@@ -69,7 +69,7 @@ class Engine:
             default on CUDA only.
         expected_tokens: longest sequence that calls will bring, prompt and answer. A paged cache is made for all rows at that length
             at once, where the memory for it suffices, and not again when a later call needs more than the first.
-        kv_bytes: most bytes of paged keys and values. When not given: half of the free memory on CUDA, no bound on the CPU.
+        kv_bytes: most bytes of paged keys and values. When not given: half of what a CUDA device has free for this process, no bound on the CPU.
         kv_format: `compute`: keys and values in the compute type; `fp8_values`: values in FP8; `fp8`: both.
         graphs: decode steps are captured; by default on CUDA, and only there.
         lends: `release` gives the memory of keys and values back and keeps the captured steps, which find it where it was; on a CUDA device
@@ -319,7 +319,8 @@ class Engine:
                 return 1 << 31
             unused = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
             held = 0 if kept is None or not kept.cache.there else kept.cache.nbytes
-            budget = int(KV_SHARE * (torch.cuda.mem_get_info(self.device)[0] + unused + held))
+            free = min(torch.cuda.mem_get_info(self.device)[0], max(0, room_in_share(self.device)))
+            budget = int(KV_SHARE * (free + unused + held))
         return budget // self._page_bytes()
 
     def _page_bytes(self) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from io import StringIO
 
 from rich.console import Console
@@ -32,6 +34,19 @@ def settle_memory(config: Config) -> Config:
     text = memory_text(settled, spec, budget, device_type=device.type, asked=config) if refused else ""
     memory.check_budget(settled, spec, budget, device_type=device.type, text=text)
     return settled
+
+
+@contextmanager
+def within_budget(config: Config) -> Iterator[None]:
+    """Within it the process keeps to ``train.memory_budget`` on the device of ``config`` (``memory.within_budget``). All that opens a session
+    on a GPU for a user does so here: training with its evaluations, evaluations and rollouts by themselves.
+
+    Raises:
+        ConfigError: the device is not there.
+        DeviceMemoryError: memory ran out.
+    """
+    with memory.within_budget(config, resolve_device(config.model.device)):
+        yield
 
 
 def plan(config: Config, *, gpu: str | None = None, width: int = 100) -> tuple[str, bool]:
@@ -87,7 +102,7 @@ def memory_text(
             console.print(f"what would fit: {advice or 'no settings below together do'}", markup=False)
         elif asked.rollout.kv_cache_gb == "auto" and _is_cut(config, spec, device_type):
             console.print(
-                "Keys and values were given what is left. The budget is of allocated memory: the allocator may reserve more.",
+                "Keys and values were given what is left. The plan counts tensors: the allocator may reserve more.",
                 markup=False,
             )
         console.print(_limits_table(memory.limits(config, spec, budget, device_type=device_type)))

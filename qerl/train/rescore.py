@@ -24,6 +24,7 @@ from qerl.model.aqn import NoiseState
 from qerl.model.checkpoint import adapter_hash, base_hash, norm_hash
 from qerl.objective.batch import Sample, pack
 from qerl.records import Completion, Prompt
+from qerl.train.fit import within_budget
 from qerl.train.learn import policy_logprobs
 from qerl.train.session import Session, open_session
 
@@ -129,15 +130,16 @@ def rescore(
     chosen = [records[i] for i in _parse_rows(rows, len(records))]
     adapter = _kept_adapter(run, index, str(records[0]["adapter_hash"]), count)
     config = load_config(run.config_path, settings)
-    if config.train.mode == "full" and adapter is not None:
-        # What was kept is the whole model; it does not stand on the one that training began with.
-        config = config.model_copy(update={"model": config.model.model_copy(update={"path": str(adapter)})})
-        session = open_session(config)
-    else:
-        session = open_session(config, adapter=adapter, trainable=adapter is not None)
-    _check_identity(session, records[0], read_run_facts(run.rollout_path(index)))
-    state = None if records[0]["noise"] is None else NoiseState.from_dict(records[0]["noise"])
-    return _compare(config, session, chosen, state, index)
+    with within_budget(config):
+        if config.train.mode == "full" and adapter is not None:
+            # What was kept is the whole model; it does not stand on the one that training began with.
+            config = config.model_copy(update={"model": config.model.model_copy(update={"path": str(adapter)})})
+            session = open_session(config)
+        else:
+            session = open_session(config, adapter=adapter, trainable=adapter is not None)
+        _check_identity(session, records[0], read_run_facts(run.rollout_path(index)))
+        state = None if records[0]["noise"] is None else NoiseState.from_dict(records[0]["noise"])
+        return _compare(config, session, chosen, state, index)
 
 
 @torch.no_grad()

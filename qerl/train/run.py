@@ -28,7 +28,7 @@ from qerl.records import Prompt
 from qerl.report.html import write_report
 from qerl.reward.compose import Rewarder
 from qerl.train.diagnostics.observer import Diagnostics
-from qerl.train.fit import settle_memory
+from qerl.train.fit import settle_memory, within_budget
 from qerl.train.loop import Trainer
 from qerl.train.noise.director import NoiseDirector, load_sum
 from qerl.train.optimizer import MasterOptimizer, make_optimizer
@@ -70,6 +70,7 @@ def train(
 
     Raises:
         QerlError: anything a user can cause; nothing is written before the configuration, model and data are known good.
+        DeviceMemoryError: a GPU's memory ran out.
         RunStopped: a signal ended the run before its last step.
     """
     began = time.perf_counter()
@@ -85,7 +86,7 @@ def train(
         config = adopt_plan(saved, config)
         check_same_config(saved, config)
     config = settle_memory(config)
-    with RunLock(folder) as lock:
+    with within_budget(config), RunLock(folder) as lock:
         run.recover()
         kept = {path.name for path in folder.iterdir()} - {LOCK_NAME}
         try:

@@ -94,6 +94,7 @@ def evaluate(
     from qerl.eval.files import Measurement, write_evaluations, write_questions
     from qerl.eval.table import table_lines
     from qerl.train.deployment import NoiseRequest, choose_targets, measure
+    from qerl.train.fit import within_budget
 
     targets = choose_targets(
         target,
@@ -116,7 +117,7 @@ def evaluate(
         if out is not None and out.suffix != ".json":
             write_questions(out, measurement)
 
-    with progress_bar() as on_progress:
+    with progress_bar() as on_progress, within_budget(targets[0][1].config):
         found = measure(
             targets,
             suites,

@@ -3,11 +3,13 @@
 import gc
 import json
 import weakref
+from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 
 import pytest
 
+from qerl import memory
 from qerl.config.load import load_config
 from qerl.data.synthetic import arithmetic_problems
 from qerl.errors import MemoryBudgetError
@@ -66,16 +68,42 @@ def test_a_plan_is_written_down_and_stays_when_the_run_goes_on(run):
 
 
 def test_what_was_planned_and_measured_is_in_the_folder(run):
-    memory = run("r", "train.steps=1").read_json("memory.json")
-    assert set(memory["predicted_peaks"]) == {"load", "rollout", "logprobs", "backward", "optimizer"}
-    assert memory["predicted_phases"]["backward"]["activations"] > 0
-    assert memory["measured_peaks"] == {}, "known on a GPU alone"
-    assert memory["process"]["rss_peak"] > 0
+    kept = run("r", "train.steps=1").read_json("memory.json")
+    assert set(kept["predicted_peaks"]) == {"load", "rollout", "logprobs", "backward", "optimizer"}
+    assert kept["predicted_phases"]["backward"]["activations"] > 0
+    assert kept["measured_peaks"] == {}, "known on a GPU alone"
+    assert kept["process"]["rss_peak"] > 0
     # What outlives a phase, by owner: the largest prediction of a cache is for prompts and answers at their longest.
-    found = memory["by_owner"]
-    assert found.keys() == {owner for owner, size in memory["measured"].items() if size}
+    found = kept["by_owner"]
+    assert found.keys() == {owner for owner, size in kept["measured"].items() if size}
     assert all(abs(row["error"]) < 0.05 for owner, row in found.items() if owner != "kv_cache"), found
     assert found["kv_cache"]["error"] > -0.05
+
+
+def test_a_run_keeps_to_its_budget_from_the_first_weight_to_its_end(run, monkeypatch):
+    """Training, evaluations in it and what a matrix does after it; a start that fails leaves the bound, too."""
+    bounds, seen = [], []
+
+    @contextmanager
+    def within(config, device):
+        bounds.append((config.train.memory_budget, device.type))
+        try:
+            yield
+        finally:
+            bounds.pop()
+
+    def look(*arguments):
+        seen.append(list(bounds))
+
+    monkeypatch.setattr(memory, "within_budget", within)
+    make = session.load_model
+    monkeypatch.setattr(session, "load_model", lambda *arguments, **keywords: look() or make(*arguments, **keywords))
+    run("r", "train.steps=1", "train.memory_budget=0.06", after=look)
+    assert seen == [[(0.06, "cpu")]] * 2 and not bounds
+    monkeypatch.setattr(session, "load_model", None)
+    with pytest.raises(TypeError):
+        run("fails", "train.steps=1", "train.memory_budget=0.06")
+    assert not bounds
 
 
 def test_a_plan_beyond_the_budget_starts_nothing(run, tmp_path):

@@ -367,6 +367,7 @@ def test_keys_and_values_without_room_for_one_sequence_are_refused_before_weight
     (tmp_path / "config.json").write_text(json.dumps(qwen_config("7b")))
     for module in (fit, session):
         monkeypatch.setattr(module, "resolve_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr("qerl.memory.advice.share_of", lambda device: int(80 * GB))
 
     def configure(size):
         settings = (f"rollout.kv_cache_gb={size:.9f}", "train.memory_budget=24", f"model.path={tmp_path}")

@@ -1,19 +1,19 @@
 """Memory of a device that can be given back and had again at the same address: what was captured with it stays valid.
 
 Addresses are reserved once; what lies behind them comes and goes, through the driver's virtual memory management. Torch's allocator does
-not know of it, so `lent_bytes` says how much there is.
+not know of it; `share` counts it.
 """
 
 from __future__ import annotations
 
 import ctypes
 import weakref
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from qerl.kernels.cuda.driver import check, driver
+from qerl.kernels.cuda.share import book, index_of, room_in_share
 
 _SUPPORTED = 102  # CU_DEVICE_ATTRIBUTE_VIRTUAL_ADDRESS_MANAGEMENT_SUPPORTED
 _PINNED, _DEVICE, _READ_WRITE = 1, 1, 3  # CU_MEM_ALLOCATION_TYPE_*, CU_MEM_LOCATION_TYPE_*, CU_MEM_ACCESS_FLAGS_*
@@ -42,17 +42,6 @@ class _Access(ctypes.Structure):
     _fields_ = (("location", _Location), ("flags", ctypes.c_int))
 
 
-@dataclass(slots=True)
-class _Account:
-    """Bytes behind all addresses of a device, now and at most since the last reset."""
-
-    now: int = 0
-    peak: int = 0
-
-
-_ACCOUNTS: dict[int, _Account] = {}
-
-
 class LentMemory:
     """Bytes at one address of a device, zeros at first. `give_back` ends what is behind the address, `take` puts zeros there again.
 
@@ -67,7 +56,7 @@ class LentMemory:
 
     def __init__(self, size: int, device: torch.device):
         self.device = device
-        self.index = torch.cuda.current_device() if device.index is None else device.index
+        self.index = index_of(device)
         torch.cuda.current_stream(device)  # makes torch's context current
         self._properties = _Properties(type=_PINNED, location=_Location(_DEVICE, self.index))
         step = ctypes.c_size_t()
@@ -109,10 +98,10 @@ class LentMemory:
         if self.there:
             return
         handle = ctypes.c_uint64()
-        status = self._create(handle) if self._allowed() else _OUT_OF_MEMORY
+        status = self._create(handle)
         if status == _OUT_OF_MEMORY:
             torch.cuda.empty_cache()
-            status = self._create(handle) if self._allowed() else _OUT_OF_MEMORY
+            status = self._create(handle)
         if status == _OUT_OF_MEMORY:
             free = torch.cuda.mem_get_info(self.index)[0]
             raise torch.OutOfMemoryError(
@@ -126,7 +115,7 @@ class LentMemory:
         access = _Access(location=_Location(_DEVICE, self.index), flags=_READ_WRITE)
         check(driver().cuMemSetAccess(address, size, ctypes.byref(access), ctypes.c_size_t(1)), "cuMemSetAccess")
         self._behind[0] = self.size
-        _book(self.index, self.size)
+        book(self.index, self.size)
         status = driver().cuMemsetD8Async(
             address, ctypes.c_ubyte(0), size, ctypes.c_void_p(torch.cuda.current_stream(self.device).cuda_stream)
         )
@@ -139,14 +128,11 @@ class LentMemory:
             _unmap(self.index, self.address, self._behind)
 
     def _create(self, handle: ctypes.c_uint64) -> int:
+        """Status of the driver; out of memory also where the process has not as much left of its share."""
+        if self.size > room_in_share(torch.device("cuda", self.index)):
+            return _OUT_OF_MEMORY
         size, flags = ctypes.c_size_t(self.size), ctypes.c_uint64(0)
         return int(driver().cuMemCreate(ctypes.byref(handle), size, ctypes.byref(self._properties), flags))
-
-    def _allowed(self) -> bool:
-        """Within the share of the device that torch's allocator is limited to, which knows nothing of this."""
-        fraction = torch.cuda.get_per_process_memory_fraction(self.index)
-        most = fraction * torch.cuda.get_device_properties(self.index).total_memory
-        return torch.cuda.memory_reserved(self.index) + lent_bytes(self.device)[0] + self.size <= most
 
 
 class _Array:
@@ -163,34 +149,16 @@ def can_lend(device: torch.device) -> bool:
     """Whether a device has addresses apart from memory."""
     if device.type != "cuda":
         return False
-    value, index = ctypes.c_int(), torch.cuda.current_device() if device.index is None else device.index
+    value, index = ctypes.c_int(), index_of(device)
     torch.cuda.current_stream(device)
     check(driver().cuDeviceGetAttribute(ctypes.byref(value), _SUPPORTED, index), "cuDeviceGetAttribute")
     return value.value == 1
 
 
-def lent_bytes(device: torch.device) -> tuple[int, int]:
-    """(bytes now, most since the last reset) that `LentMemory` has on a device."""
-    index = torch.cuda.current_device() if device.index is None else device.index
-    account = _ACCOUNTS.get(index, _Account())
-    return account.now, account.peak
-
-
-def reset_lent_peak(device: torch.device) -> None:
-    """Start the count of the most anew, at what there is."""
-    _book(torch.cuda.current_device() if device.index is None else device.index, 0, reset=True)
-
-
-def _book(index: int, size: int, *, reset: bool = False) -> None:
-    account = _ACCOUNTS.setdefault(index, _Account())
-    account.now += size
-    account.peak = account.now if reset else max(account.peak, account.now)
-
-
 def _unmap(index: int, address: int, behind: list[int]) -> None:
     size, behind[0] = behind[0], 0
     check(driver().cuMemUnmap(ctypes.c_uint64(address), ctypes.c_size_t(size)), "cuMemUnmap")
-    _book(index, -size)
+    book(index, -size)
 
 
 def _free(index: int, address: int, size: int, behind: list[int]) -> None:
