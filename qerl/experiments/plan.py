@@ -58,6 +58,11 @@ class Plan:
             return reached
         return "waiting" if cell.problem is None else "invalid"
 
+    def is_crowded(self, cell: Cell) -> bool:
+        """Whether a cell failed for want of memory that other processes had, and was not given up."""
+        entry = self.manifest.cell(cell.name)
+        return bool(entry.get("crowded")) and not entry.get("given_up")
+
 
 UNBEGUN = ("waiting", "invalid")
 """States of a cell that has no run."""

@@ -54,6 +54,11 @@ class Pool:
     def has_room(self) -> bool:
         return len(self.running) < self._jobs
 
+    @property
+    def has_idle_device(self) -> bool:
+        """Whether the next cell would have no other beside it."""
+        return min(map(self._load, self._devices)) == 0 if self._devices else not self.running
+
     def start(self, cell: Cell, arguments: Sequence[str], seconds: float | None, *, search: bool = False) -> None:
         """Begin a cell, or the search for its temperature, on the device with the fewest."""
         device = min(self._devices, key=self._load, default=None)

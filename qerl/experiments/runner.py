@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from qerl.errors import ConfigError, RunStopped, nearest
+from qerl.experiments.beside import check_shares
 from qerl.experiments.cells import Cell
 from qerl.experiments.choice import choose, is_cut, waits_for_trials
 from qerl.experiments.final import missing
@@ -74,7 +75,8 @@ def run_matrix(path: Path, settings: Sequence[str], out: Path | None, orders: Or
     """
     deadline = Deadline(None if orders.max_minutes is None else 60 * orders.max_minutes - RESERVED_SECONDS)
     plan = open_plan(path, settings, out, data=not orders.own_process, only=orders.only if orders.own_process else None)
-    check_orders(plan, orders)
+    for text in check_orders(plan, orders):
+        say(text)
     if not orders.own_process:
         record_plan(plan)
         remove_leftovers(plan.out)
@@ -132,6 +134,8 @@ def _run_pool(plan: Plan, orders: Orders, deadline: Deadline, say: Say, portable
     pool = Pool(plan, orders.jobs, devices if orders.jobs > 1 or len(devices) == 1 else ())
     tried: set[str] = set()
     """Cells that were begun, and groups whose temperature was asked for."""
+    crowded: dict[str, bool] = {}
+    """Cells that found no memory beside others, and whether they are still to be run once more: by themselves, after all others."""
     over, look = False, True
     with pool.passing_signals_on() as stopping:
         while True:
@@ -139,6 +143,9 @@ def _run_pool(plan: Plan, orders: Orders, deadline: Deadline, say: Say, portable
             if look and not over and pool.has_room and (not pool.running or _common_part_is_made(plan)):
                 plan = _settle_choices(plan, orders, deadline, say)
                 due = _due_in_pool(plan, orders, tried)
+                if not due and pool.has_idle_device:
+                    due = [cell for cell in plan.cells if crowded.get(cell.name)][:1]
+                    crowded |= {cell.name: False for cell in due}
                 look = bool(due)
                 if due and is_held(lock(plan, due[0]).folder):
                     tried.add(due[0].name)
@@ -171,8 +178,10 @@ def _run_pool(plan: Plan, orders: Orders, deadline: Deadline, say: Say, portable
                 state = _ended(plan, entry.cell, ending)
                 portable.take(entry.cell)
                 error = plan.manifest.cell(entry.cell.name).get("error") if state == "failed" else None
-                what = AGAIN if is_cut(plan, entry.cell) else "--retry"
-                say(f"{entry.cell.name}: {state}" + (f": {error}. {what} runs it again" if error else ""))
+                again = f"{AGAIN if _is_taken_up(plan, entry.cell) else '--retry'} runs it again"
+                if state == "failed" and plan.is_crowded(entry.cell) and crowded.setdefault(entry.cell.name, True):
+                    again = "It is run once more when a GPU is free"
+                say(f"{entry.cell.name}: {state}" + (f": {error}. {again}" if error else ""))
                 over = over or state in UNDONE
 
 
@@ -202,11 +211,12 @@ def _searched(plan: Plan, cell: Cell, ending: Ending, say: Say) -> Plan:
     return open_plan(plan.path, plan.settings, plan.out, data=False)
 
 
-def check_orders(plan: Plan, orders: Orders) -> None:
-    """Refuse orders that the plan cannot follow.
+def check_orders(plan: Plan, orders: Orders) -> list[str]:
+    """Refuse orders that the plan cannot follow; returns what is to be known of the others.
 
     Raises:
-        ConfigError: an unknown cell, orders that exclude each other, or with ``strict`` a cell that cannot run.
+        ConfigError: an unknown cell, orders that exclude each other, cells that would take each other's memory, or with ``strict`` a cell that
+            cannot run.
     """
     if orders.jobs > 1 and orders.one_process:
         raise ConfigError("cells in one process run one after another", got=f"--jobs {orders.jobs} --one-process")
@@ -223,6 +233,10 @@ def check_orders(plan: Plan, orders: Orders) -> None:
     if orders.strict and invalid:
         problems = "\n  - ".join(f"{cell.name}: {cell.problem}" for cell in plan.cells if cell.problem is not None)
         raise ConfigError(f"{len(invalid)} of {len(names)} cells cannot run:\n  - {problems}")
+    if orders.jobs == 1:
+        return []
+    due = [cell for cell in _selected(plan, orders) if _is_open(plan, cell, orders)]
+    return check_shares(due, orders.jobs, len(visible_devices()))
 
 
 def _selected(plan: Plan, orders: Orders) -> list[Cell]:
@@ -237,8 +251,13 @@ def _is_due(plan: Plan, cell: Cell, orders: Orders) -> bool:
 
 def _is_open(plan: Plan, cell: Cell, orders: Orders) -> bool:
     state = plan.state(cell)
-    again = state == "failed" and (orders.retry or is_cut(plan, cell))
+    again = state == "failed" and (orders.retry or _is_taken_up(plan, cell))
     return state not in DONE or again or (state == "finished" and _lacks_finals(plan, cell))
+
+
+def _is_taken_up(plan: Plan, cell: Cell) -> bool:
+    """Whether a failed cell is run again without being asked for: what ended it was none of its own."""
+    return is_cut(plan, cell) or plan.is_crowded(cell)
 
 
 def _lacks_finals(plan: Plan, cell: Cell) -> bool:

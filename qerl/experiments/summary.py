@@ -62,6 +62,7 @@ def write_cell_summary(plan: Plan, cell: Cell) -> None:
         "state": entry["state"],
         "error": entry.get("error") or entry.get("problem"),
         "collapse": entry.get("collapse", False),
+        "crowded": entry.get("crowded", False),
         "own_process": entry.get("own_process"),
         "shared_device": entry.get("shared_device", False),
         "target": matrix.target.model_dump(),

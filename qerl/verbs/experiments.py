@@ -92,8 +92,8 @@ def matrix(
         if match:
             raise ConfigError("a dry run finds no temperatures", got="--dry-run --match", remedy="Leave one out")
         plan = open_plan(Path(files[0]), settings, out)
-        check_orders(plan, orders)
-        typer.echo("\n".join(plan_lines(plan)))
+        notes = [f"warning: {text}" for text in check_orders(plan, orders)]
+        typer.echo("\n".join([*plan_lines(plan), *notes]))
         if any(item.problem is not None for item in plan.cells):
             raise typer.Exit(1)
         return
