@@ -18,6 +18,11 @@ def is_cut(plan: Plan, cell: Cell) -> bool:
     return failed and not entry.get("collapse") and not entry.get("given_up")
 
 
+def is_taken_up(plan: Plan, cell: Cell) -> bool:
+    """Whether a failed cell is run again by the same command: what ended it was none of its own."""
+    return is_cut(plan, cell) or plan.is_crowded(cell)
+
+
 def waits_for_trials(plan: Plan, cell: Cell) -> bool:
     """Whether a cell of a final run has no settings yet, for its arm has not chosen."""
     return cell.pending and cell.phase == "final" and not cell.axes and bool(plan.matrix.axes_of(cell.arm))

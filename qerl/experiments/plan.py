@@ -16,6 +16,7 @@ from qerl.config.objective import ObjectiveConfig
 from qerl.config.schema import Config, LogConfig, LoraConfig, OptimConfig, QuantConfig, RunConfig, TrainConfig
 from qerl.errors import ConfigError, QerlError, RunFolderError
 from qerl.experiments.cells import Cell, expand, load_matrix
+from qerl.experiments.choice import is_taken_up
 from qerl.experiments.manifest import Manifest
 from qerl.experiments.matched import outdated
 from qerl.experiments.schema import FinalConfig, MatrixConfig
@@ -328,7 +329,8 @@ def _failure(plan: Plan, cell: Cell) -> str | None:
     if cell.problem is not None or plan.state(cell) != "failed":
         return None
     error = plan.manifest.cell(cell.name).get("error")
-    return f"{brief(error) if error else 'for a reason that is not known'}; --retry runs it again"
+    again = "the same command" if is_taken_up(plan, cell) else "--retry"
+    return f"{brief(error) if error else 'for a reason that is not known'}; {again} runs it again"
 
 
 def _budget(matrix: MatrixConfig) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 from qerl.errors import ConfigError, RunStopped, nearest
 from qerl.experiments.beside import check_shares
 from qerl.experiments.cells import Cell
-from qerl.experiments.choice import choose, is_cut, waits_for_trials
+from qerl.experiments.choice import choose, is_cut, is_taken_up, waits_for_trials
 from qerl.experiments.final import missing
 from qerl.experiments.matched import fingerprint, reference_of
 from qerl.experiments.one_cell import FAILURES, lock, run_cell, settle_folder
@@ -178,7 +178,7 @@ def _run_pool(plan: Plan, orders: Orders, deadline: Deadline, say: Say, portable
                 state = _ended(plan, entry.cell, ending)
                 portable.take(entry.cell)
                 error = plan.manifest.cell(entry.cell.name).get("error") if state == "failed" else None
-                again = f"{AGAIN if _is_taken_up(plan, entry.cell) else '--retry'} runs it again"
+                again = f"{AGAIN if is_taken_up(plan, entry.cell) else '--retry'} runs it again"
                 if state == "failed" and plan.is_crowded(entry.cell) and crowded.setdefault(entry.cell.name, True):
                     again = "It is run once more when a GPU is free"
                 say(f"{entry.cell.name}: {state}" + (f": {error}. {again}" if error else ""))
@@ -251,13 +251,8 @@ def _is_due(plan: Plan, cell: Cell, orders: Orders) -> bool:
 
 def _is_open(plan: Plan, cell: Cell, orders: Orders) -> bool:
     state = plan.state(cell)
-    again = state == "failed" and (orders.retry or _is_taken_up(plan, cell))
+    again = state == "failed" and (orders.retry or is_taken_up(plan, cell))
     return state not in DONE or again or (state == "finished" and _lacks_finals(plan, cell))
-
-
-def _is_taken_up(plan: Plan, cell: Cell) -> bool:
-    """Whether a failed cell is run again without being asked for: what ended it was none of its own."""
-    return is_cut(plan, cell) or plan.is_crowded(cell)
 
 
 def _lacks_finals(plan: Plan, cell: Cell) -> bool:

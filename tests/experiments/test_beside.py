@@ -13,7 +13,7 @@ from qerl import memory
 from qerl.errors import ConfigError, DeviceMemoryError
 from qerl.experiments import beside, one_cell, pool, runner
 from qerl.experiments.beside import check_shares
-from qerl.experiments.plan import open_plan
+from qerl.experiments.plan import open_plan, plan_lines
 from qerl.experiments.process import Ending
 from qerl.experiments.runner import Orders, run_matrix
 from qerl.train.stop import Deadline
@@ -83,6 +83,7 @@ def test_a_cell_remembers_that_others_had_its_memory(tmp_path, monkeypatch, crow
         run_matrix(plan.path, [], plan.out, replace(orders, portable=False), states.append)
         assert states == (["plain-s0: failed"] if ran else [])
         assert plan.is_crowded(plan.cells[0]) == crowded
+    assert any(f"{'the same command' if crowded else '--retry'} runs it again" in line for line in plan_lines(plan))
     entry = plan.run(plan.cells[0]).read_json("cell.json")
     assert (entry["crowded"], entry["collapse"], entry["state"]) == (crowded, False, "failed")
     plan.manifest.note("plain-s0", given_up=True)

@@ -24,11 +24,12 @@ SHAPES = {
 """Of a 0.5B."""
 
 
-@pytest.mark.parametrize(("gigabytes", "choice"), [(24, "on"), (14.2, "off")])
+@pytest.mark.parametrize(("gigabytes", "choice"), [(15.6, "on"), (15.5, "off")])
 def test_rollouts_and_evaluations_load_the_copies_that_pay(tmp_path, monkeypatch, gigabytes, choice):
-    """A model that is not trained has no plan; what is kept of .716 GB of weights is decided for the device all the same."""
+    """A model that is not trained has no plan; what is kept of .716 GB of weights, a twentieth of 92 % of 15.56 GB, is decided for the device all the same."""
     (tmp_path / "config.json").write_text(json.dumps(SHAPES))
     monkeypatch.setattr(session, "resolve_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr("qerl.memory.advice.share_of", lambda device: 10**11)
     monkeypatch.setattr(session, "load_tokenizer", lambda path: None)
 
     def load_model(path, *, quant, **rest):
