@@ -97,9 +97,11 @@ def test_a_capture_at_the_bound_finds_memory_that_was_cached(start):
 
     pool = GraphPool(DEVICE)
     with bounded(held() + 1024 * MB, DEVICE):
-        left = [torch.empty(90 * MB, dtype=torch.uint8, device=DEVICE) for _ in range(8)]
-        del left
-        assert room_in_share(DEVICE) < 256 * MB + 64 * MB, "cached, in pieces that are too small"
+        left = []
+        while room_in_share(DEVICE) > 320 * MB:
+            left.append(torch.empty(90 * MB, dtype=torch.uint8, device=DEVICE))
+        # Cached in pieces that are too small: the step as it is finds room once, and its capture not beside that.
+        left.clear()
         pool.run("step", step)
         before = float(total)
         pool.run("step", step)
