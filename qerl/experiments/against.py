@@ -40,6 +40,11 @@ def against(collection: Collection, reference: str) -> Collection:
             got=reference,
             expected=f"one of {', '.join(arms)}, and a second matrix",
         )
+    begun = [cell for cell in chosen if cell.get("config")]
+    if not begun:
+        raise ConfigError(
+            "the arm to compare with has no run yet", got=reference, remedy="Compare once one of its cells has begun"
+        )
     rest: dict[str, list[float]] = {}
     for cell in own:
         after = accuracy_after(cell)
@@ -50,7 +55,7 @@ def against(collection: Collection, reference: str) -> Collection:
     for matrix in others:
         known = collection.plans[matrix]
         part = [cell for cell in collection.cells if cell.get("matrix") == matrix]
-        _check_comparable(chosen[0], part, known.get("plan") or {}, name)
+        _check_comparable(begun[0], part, known.get("plan") or {}, name)
         cells += [_moved(cell, matrix, name) for cell in chosen] + part
         first = f"{name}/{arm}"
         pairs = [{"first": first, "second": other, "difference": None} for other in _arms(part)]

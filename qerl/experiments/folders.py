@@ -38,13 +38,15 @@ def read_cells(paths: Sequence[Path]) -> Collection:
     """Cells of matrix folders and of ``results/`` folders, and runs.
 
     Raises:
-        RunFolderError: a folder holds neither.
+        RunFolderError: a folder holds neither, or two of them hold one run, which would count twice.
     """
     cells: list[dict[str, Any]] = []
     plans: dict[str, dict[str, Any]] = {}
+    places: list[Path] = []
     for path in paths:
         if not holds_cells(path):
             cells.append(load_summary(path))
+            places.append(path)
             continue
         known = Manifest(path).read() if (path / MATRIX_NAME).exists() else {"cells": {}}
         if "plan" in known:
@@ -52,8 +54,26 @@ def read_cells(paths: Sequence[Path]) -> Collection:
         labels = {arm["name"]: arm.get("label") for arm in (known.get("plan") or {}).get("arms", ())}
         names = list(known["cells"]) or [folder.name for folder in sorted(path.iterdir()) if folder.is_dir()]
         found = [cell for name in names if (cell := _cell(path / name, known["cells"].get(name), labels)) is not None]
+        places += [path] * len(found)
         cells += [cell | {"matrix": known["matrix"]} if "matrix" in known else cell for cell in found]
+    _refuse_twice(cells, places)
     return Collection(cells=tuple(cells), plans=plans)
+
+
+def _refuse_twice(cells: Sequence[dict[str, Any]], places: Sequence[Path]) -> None:
+    """Cells are told apart by matrix and name, runs of no matrix by their folder."""
+    first: dict[tuple[str, str], Path] = {}
+    for cell, place in zip(cells, places, strict=True):
+        matrix = cell.get("matrix")
+        key = (f"{matrix}", str(cell["run"])) if matrix is not None else ("", str(place.resolve()))
+        if key in first:
+            raise RunFolderError(
+                "one run would count twice",
+                got=f"{'/'.join(key).removeprefix('/')} in {first[key]} and {place}",
+                expected="each run once",
+                remedy="Give one of the folders",
+            )
+        first[key] = place
 
 
 def _cell(folder: Path, entry: dict[str, Any] | None, labels: Mapping[str, str | None]) -> dict[str, Any] | None:

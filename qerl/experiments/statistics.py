@@ -101,8 +101,7 @@ def difference_of_means(
     mean = fmean(second) - fmean(first)
     error = math.sqrt(scatter * (1 / len(first) + 1 / len(second)))
     half = t_quantile(0.5 + confidence / 2, freedom) * error
-    p_value = 2 * (1 - t_cdf(abs(mean) / error, freedom))
-    return MeanDifference(mean=mean, low=mean - half, high=mean + half, p_value=p_value)
+    return MeanDifference(mean=mean, low=mean - half, high=mean + half, p_value=t_tails(mean / error, freedom))
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
@@ -172,9 +171,14 @@ def pareto_front(points: Sequence[tuple[float | None, ...]]) -> list[bool]:
 
 
 def t_cdf(t: float, freedom: float) -> float:
-    """Distribution function of Student's t: 1 - I_x(v/2, 1/2) / 2 at t >= 0, with x = v / (v + t^2)."""
-    tail = 0.5 * incomplete_beta(freedom / 2, 0.5, freedom / (freedom + t * t))
+    """Distribution function of Student's t: 1 minus half of :func:`t_tails` at t >= 0, which half is at t < 0."""
+    tail = 0.5 * t_tails(t, freedom)
     return 1 - tail if t >= 0 else tail
+
+
+def t_tails(t: float, freedom: float) -> float:
+    """Chance of Student's t beyond |t| on either side: I_x(v/2, 1/2) with x = v / (v + t^2). Small ones have all their digits."""
+    return incomplete_beta(freedom / 2, 0.5, freedom / (freedom + t * t))
 
 
 def t_quantile(share: float, freedom: float) -> float:

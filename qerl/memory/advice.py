@@ -12,6 +12,7 @@ import torch
 from pydantic import ValidationError
 
 from qerl.config.schema import Config
+from qerl.config.section import LARGEST
 from qerl.errors import ConfigError, MemoryBudgetError
 from qerl.kernels.cuda import share_of
 from qerl.memory.copies import copies_pay, with_copies
@@ -81,7 +82,7 @@ def parse_size(text: str) -> Budget:
         ConfigError: no size.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(GB|GiB|G)?\s*", text, flags=re.IGNORECASE)
-    if match is None or float(match[1]) == 0:
+    if match is None or not 0 < float(match[1]) <= LARGEST[float]:
         raise ConfigError("--gpu is not a size of memory", got=text, expected="a number of GB, such as 24GB or 80GB")
     unit = 2**30 if (match[2] or "").lower() == "gib" else GB
     return Budget(size=int(USABLE * float(match[1]) * unit), source=f"{USABLE:.0%} of {text.strip()}")

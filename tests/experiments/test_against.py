@@ -73,6 +73,15 @@ def test_what_cannot_be_compared_is_refused(main, reference, changes, words):
         against(collected(*main, cell("more", "linear", 0, 0.35, **changes)), reference)
 
 
+def test_a_reference_is_judged_by_its_cells_that_have_begun(main):
+    other = cell("more", "linear", 0, 0.35)
+    waiting = cell("main", "noisy", 7, None) | {"state": "waiting", "protocol": None, "config": None}
+    (found,) = compare_cells(against(collected(waiting, *main, other), "main/noisy"))
+    assert len(found.arms[0].after.values) == 2
+    with pytest.raises(ConfigError, match="has no run yet"):
+        against(collected(main[0], waiting, other), "main/noisy")
+
+
 def test_a_second_matrix_under_the_same_protocol_is_needed(main):
     with pytest.raises(ConfigError, match="no other matrix"):
         against(Collection(cells=tuple(main), plans={"main": PLANS["main"]}), "main/noisy")

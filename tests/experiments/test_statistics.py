@@ -17,6 +17,7 @@ from qerl.experiments.statistics import (
     t_cdf,
     t_interval,
     t_quantile,
+    t_tails,
 )
 
 # Two-sided 95 % and 99 % points of Student's t, as printed in tables.
@@ -34,6 +35,15 @@ def test_one_and_two_degrees_of_freedom_have_closed_forms():
     for t in (-3.0, -0.2, 0.0, 0.7, 5.0):
         assert t_cdf(t, 1) == pytest.approx(0.5 + math.atan(t) / math.pi, abs=1e-13)
         assert t_cdf(t, 2) == pytest.approx(0.5 + t / (2 * math.sqrt(2 + t * t)), abs=1e-13)
+
+
+def test_small_chances_keep_their_digits():
+    # Beyond 1 minus a float: 1 - t / sqrt(2 + t^2) = 2 / (s (s + t)) with s = sqrt(2 + t^2), at two degrees of freedom.
+    for t in (1e3, -1e6, 1e9):
+        s = math.sqrt(2 + t * t)
+        assert t_tails(t, 2) == pytest.approx(2 / (s * (s + abs(t))), rel=1e-12)
+    far = difference_of_means([0.1], [0.9], 1e-6, 19)
+    assert 0 < far.p_value < 1e-30
 
 
 def test_many_degrees_of_freedom_are_normal():

@@ -226,6 +226,15 @@ def test_runs_that_belong_to_no_matrix_are_arms_by_their_settings(tmp_path):
     assert "Runs side by side" in Page(out.read_text()).text
 
 
+def test_a_run_that_is_given_twice_is_refused(tmp_path, results):
+    run = write_fake_run(tmp_path / "one", steps=4).path
+    (tmp_path / "link").symlink_to(run)
+    for twice in ([results, results], [results, results / "nvfp4-s0"], [run, tmp_path / "link"]):
+        result = CliRunner().invoke(app, ["report", *map(str, twice), "--out", str(tmp_path / "twice.html")])
+        assert result.exit_code == 2 and "one run would count twice" in " ".join(result.stderr.split())
+        assert not (tmp_path / "twice.html").exists()
+
+
 def test_the_command_knows_runs_from_matrices(tmp_path, results):
     run = write_fake_run(tmp_path / "one", steps=4)
     for arguments, name in (
