@@ -13,7 +13,7 @@ from qerl.experiments.folders import Collection
 from qerl.experiments.notes import WHOLE, machine, notes, policy
 from qerl.experiments.pairs import CONFIDENCE, Cell, known_pairs, pair_rows, spread
 from qerl.experiments.statistics import censored_median, pareto_front
-from qerl.experiments.summary import shares_of
+from qerl.experiments.summary import asked, shares_of
 from qerl.experiments.time_to_target import COSTS, device_seconds, time_to_target
 from qerl.report.comparison import ArmRow, ChangedRow, Comparison, Curve, SeedRow, Spread, TargetRow
 from qerl.report.text import flatten, plain
@@ -219,7 +219,7 @@ def _noise_effects(cells: Sequence[Cell]) -> dict[str, Spread]:
         for name, value in cell["final"].items():
             noisy = cell["questions"].get(name)
             under_noise = (value.get("policy") or {}).get("noise") is not None
-            if under_noise and clean and noisy and clean["ids"] == noisy["ids"]:
+            if under_noise and clean and noisy and asked(clean) == asked(noisy):
                 pairs = known_pairs(shares_of(clean), shares_of(noisy))
                 if pairs:
                     found.setdefault(name, []).append(math.fsum(b - a for a, b in pairs) / len(pairs))

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from qerl.errors import RunFolderError
+from qerl.experiments.stored import manifest_damage
 from qerl.metrics.files import output_errors, wait_for_lock, write_json
 from qerl.metrics.run_dir import MATRIX_NAME
 from qerl.metrics.run_lock import is_held
@@ -58,12 +59,8 @@ class Manifest:
             return {"schema": SCHEMA, "cells": {}, "matched": {}, "choices": {}}
         try:
             value = dict(json.loads(self.path.read_text(encoding="utf-8")))
-            damage = next(
-                (f"no {key}" for key in ("cells", "matched", "choices") if not isinstance(value.get(key), dict)), None
-            )
-            if damage is None:
-                damage = next((f"cell {n}" for n, e in value["cells"].items() if not isinstance(e, dict)), None)
-        except (ValueError, TypeError, OSError) as error:
+            damage = manifest_damage(value)
+        except (ValueError, TypeError, OSError, RecursionError) as error:
             damage = str(error)
         if damage is not None:
             raise RunFolderError(

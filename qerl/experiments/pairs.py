@@ -9,7 +9,7 @@ from typing import Any
 
 from qerl.eval.intervals import mcnemar_exact, paired_difference
 from qerl.experiments.statistics import detectable_difference, difference_of_means, holm, pooled_variance, t_interval
-from qerl.experiments.summary import shares_of
+from qerl.experiments.summary import asked, shares_of
 from qerl.report.comparison import ArmRow, Difference, PairRow, PooledDifference, SeedTest, Spread
 
 CONFIDENCE = 0.95
@@ -114,7 +114,7 @@ def pair_row(
     ends = [{row.seed: row.after for row in arm.seeds if row.after is not None} for arm in (a, b)]
     shared = sorted(seed for seed in ends[0].keys() & ends[1].keys() if seed is not None)
     rows = [[_after(cells, seed) for seed in shared] for cells in (first, second)]
-    same = bool(shared) and len({part["ids"] if part else None for parts in rows for part in parts}) == 1
+    same = bool(shared) and len({asked(part) if part else None for parts in rows for part in parts}) == 1
     difference = low = high = None
     tests: list[SeedTest] = []
     count = 0
@@ -146,7 +146,7 @@ def pair_row(
 def _before(first: Sequence[Cell], second: Sequence[Cell]) -> Difference | None:
     """Before training: means of each question over the runs of an arm, most often one evaluation that all of them took over."""
     starts = [[part for cell in cells if (part := cell["questions"].get("before"))] for cells in (first, second)]
-    if not all(starts) or len({part["ids"] for parts in starts for part in parts}) != 1:
+    if not all(starts) or len({asked(part) for parts in starts for part in parts}) != 1:
         return None
     means = [_mean_shares([shares_of(part) for part in parts]) for parts in starts]
     pairs = known_pairs(*means)

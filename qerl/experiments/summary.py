@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qerl.experiments.cells import Cell
+from qerl.experiments.stored import check_summary
 from qerl.metrics.files import write_json
 from qerl.metrics.run_dir import RunDir
 from qerl.report.collect import RunData, read_run
@@ -77,12 +78,13 @@ def load_summary(path: Path) -> dict[str, Any]:
     """The summary of a run folder, finished or not, or of a folder of ``results/``.
 
     Raises:
-        RunFolderError: the folder holds neither.
+        RunFolderError: the folder holds neither, or a damaged one.
     """
     run = RunDir(path)
     for name in (run.cell_path.name, SUMMARY_FILE):
         stored = run.read_json(name) if path.is_dir() else None
-        if stored is not None and "arm" in stored:
+        if stored is not None and (name == run.cell_path.name or "arm" in stored):
+            check_summary(path / name, stored)
             return dict(stored)
     return run_summary(RunDir.open(path), {})
 
@@ -223,6 +225,11 @@ def right_digits(rows: Sequence[Mapping[str, Any]], samples: int) -> str:
     """
     shares = [row["accuracy"] for row in rows]
     return "".join(UNKNOWN if share is None else str(round(share * samples)) for share in shares)
+
+
+def asked(questions: Mapping[str, Any]) -> tuple[str, int]:
+    """Which questions they are, by the hash of their ids, and how many: equal where they can be held against each other one by one."""
+    return str(questions["ids"]), len(questions["right"])
 
 
 def shares_of(questions: Mapping[str, Any]) -> list[float | None]:

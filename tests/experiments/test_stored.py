@@ -1,0 +1,73 @@
+"""Damaged files of a matrix folder: one message that names file and place, and no table."""
+
+import json
+from pathlib import Path
+
+import pytest
+from fake_cells import write_fake_matrix
+from typer.testing import CliRunner
+
+from qerl.cli import app
+from qerl.errors import RunFolderError
+from qerl.experiments.folders import read_cells
+from qerl.experiments.stored import check_summary, manifest_damage
+
+CELL = "nvfp4-s0/summary.json"
+RESULTS = Path(__file__).resolve().parents[2] / "results"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_fake_matrix(tmp_path_factory.mktemp("stored"))
+
+
+@pytest.mark.parametrize(
+    ("file", "place", "value"),
+    [
+        (CELL, ("evaluations",), None),
+        (CELL, ("evaluations", 0), "x"),
+        (CELL, ("evaluations", 0, "accuracy"), float("nan")),
+        (CELL, ("evaluations", 1, "step"), 0),
+        (CELL, ("evaluations", 1, "accuracy"), 1.5),
+        (CELL, ("curves", "reward", 1), [0.5]),
+        (CELL, ("curves", "reward", 1, 0), "x"),
+        (CELL, ("curves", "reward"), [[], []]),
+        (CELL, ("questions", "after", "samples"), 0),
+        (CELL, ("questions", "after", "right"), "1x"),
+        (CELL, ("final",), []),
+        (CELL, ("steps",), None),
+        ("matrix.json", ("cells", "nvfp4-s0", "seed"), "x"),
+        ("matrix.json", ("plan", "arms", 0), "x"),
+        ("matrix.json", ("plan", "detect", "power"), 1.0),
+        ("matrix.json", ("detectable", 0), "x"),
+        ("matrix.json", ("plan",), "x"),
+    ],
+)
+def test_the_damaged_place_is_named(folder, file, place, value):
+    whole = (folder / file).read_text()
+    damaged = json.loads(whole)
+    part = damaged
+    for key in place[:-1]:
+        part = part[key]
+    part[place[-1]] = value
+    (folder / file).write_text(json.dumps(damaged))
+    try:
+        with pytest.raises(RunFolderError, match=f"is damaged.*{Path(file).name}: .*{place[0]}"):
+            read_cells([folder])
+        if value is None:
+            page = folder / "page.html"
+            for command in (["results"], ["report", "--out", str(page)]):
+                shown = CliRunner().invoke(app, [*command, str(folder)])
+                assert (shown.exit_code, shown.stdout) == (2, "") and "is damaged" in " ".join(shown.stderr.split())
+            assert not page.exists()
+    finally:
+        (folder / file).write_text(whole)
+
+
+def test_what_earlier_versions_wrote_is_whole():
+    found = list(RESULTS.glob("*/*/summary.json"))
+    assert len(found) > 50
+    for path in found:
+        check_summary(path, json.loads(path.read_text()))
+    for path in RESULTS.glob("*/matrix.json"):
+        assert manifest_damage(json.loads(path.read_text())) is None
