@@ -154,6 +154,33 @@ def test_pages_that_rows_share_may_be_read_once_for_all_of_them(monkeypatch, hea
     torch.testing.assert_close(again, expected, rtol=0, atol=larger * ATTENTION_TOLERANCE)
 
 
+@pytest.mark.usefixtures("short_parts")
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("together", [False, True])
+def test_attention_of_float16_from_projections_of_float32(together, form):
+    """Within float16's rounding of float64, and what is stored within one rounding."""
+    heads, kv_heads, size, lengths = 7, 1, 16, torch.tensor([130, 65, 64, 131, 3])
+    table = torch.tensor([[3, 1, 2], [4, 5, 0], [6, 7, 0], [3, 1, 8], [9, 0, 0]], dtype=torch.int32)
+    qkv, norms = normal(5, (heads + 2 * kv_heads) * size), head_norms(5, size) if form == "norms" else None
+    bias = head_bias(heads, kv_heads, size) if form == "bias" else None
+    turns = tuple(table[lengths] for table in rotation(200, size))
+    k, v = (normal(10, 64, kv_heads, size, seed=seed).half() for seed in (1, 2))
+    shared = groups([[0, 3]], [2, 0, 0, 2, 0], members_for(heads, kv_heads)) if together else None
+    rows, plain = CacheRows(lengths, 64, table_BN=table, shared=shared), CacheRows(lengths, 64, table_BN=table)
+    found, wide = (k.clone(), v.clone()), (k.double(), v.double())
+    out = attention.cached_attention(
+        qkv, turns, heads, kv_heads, *found, rows, 0.25, norms, PLANS["halves"], bias=bias,
+        dtype=torch.float16, output_dtype=torch.float32,
+    )  # fmt: skip
+    exact = attention_reference.cached_attention(
+        qkv.double(), tuple(turn.double() for turn in turns), heads, kv_heads, *wide, plain, 0.25, norms, bias=bias
+    )
+    assert out.dtype == torch.float32
+    torch.testing.assert_close(out.double(), exact, rtol=0, atol=4e-3 if bias is not None else 1.5e-3)
+    for one, other in zip(found, wide, strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=2**-11, atol=1e-6)
+
+
 @pytest.mark.parametrize("dtypes", [(torch.float32, FP8), (FP8, FP8)])
 def test_attention_over_keys_and_values_in_fp8(dtypes):
     table = torch.tensor([[3, 1, 2], [4, 5, 0], [6, 0, 0]], dtype=torch.int32)

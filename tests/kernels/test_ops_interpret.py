@@ -132,6 +132,25 @@ def test_the_rotation(tokens, heads, kv_heads, size, form):
         assert torch.equal(results[0][0], results[1][0]), "no fused multiply-add"
 
 
+@pytest.mark.parametrize("form", ["plain", "norms", "bias"])
+def test_the_rotation_of_float32_into_float16(form):
+    tokens, heads, kv_heads, size = 3, 7, 1, 12
+    norms = head_norms(tokens, size) if form == "norms" else None
+    bias = head_bias(heads, kv_heads, size) if form == "bias" else None
+    tables, results = rotation(tokens, size), []
+    for kernel in (rope_triton, rope_reference):
+        qkv = random(tokens, (heads + 2 * kv_heads) * size).requires_grad_()
+        outputs = kernel.rope(qkv, None, *tables, heads, kv_heads, norms, bias, torch.float16)
+        assert all(output.dtype == torch.float16 for output in outputs)
+        grads = [random(*output.shape, seed=i).half() for i, output in enumerate(outputs)]
+        results.append((*(output.float() for output in outputs), *torch.autograd.grad(outputs, qkv, grads)))
+    assert results[0][3].dtype == torch.float32
+    # Sums in another order may fall on the other side of the middle of two float16 numbers.
+    torch.testing.assert_close(results[0][:3], results[1][:3], rtol=2**-10, atol=3e-6)
+    assert all((one != other).float().mean() < 0.02 for one, other in zip(*(r[:3] for r in results), strict=True))
+    torch.testing.assert_close(results[0][3], results[1][3], rtol=1e-5, atol=3e-6)
+
+
 def test_trained_scales_of_head_norms_get_their_gradient(monkeypatch):
     """Their norm is then a step of its own (here the reference, since a CPU tensor cannot ask for the Triton kernel)."""
     monkeypatch.setattr(

@@ -112,6 +112,33 @@ def test_a_bias_is_added_before_the_turn_and_keys_lose_their_shift_after_it(dtyp
         assert ((one.double() - exact).abs() <= bound).all()
 
 
+@pytest.mark.parametrize("biased", [False, True])
+def test_heads_in_float16_are_rounded_once_and_infinite_beyond_its_range(biased):
+    qkv, where, (cos, sin) = random(TOKENS, WIDTH), torch.tensor([0, 3, 3, 15, 1]), tables()
+    qkv[4, -1] = 7e4
+    bias = (
+        HeadBias(bias_X=random(WIDTH, seed=1).bfloat16(), shift_Kd=random(KV_HEADS, SIZE, seed=2)) if biased else None
+    )
+    leaf = qkv.clone().requires_grad_()
+    found = rope(leaf, where, cos, sin, HEADS, KV_HEADS, bias=bias, dtype=torch.float16)
+    whole = qkv.double() + (0 if bias is None else bias.bias_X.double())
+    parts = whole.split((HEADS * SIZE, KV_HEADS * SIZE, KV_HEADS * SIZE), 1)
+    q, k, v = (part.unflatten(1, (-1, SIZE)) for part in parts)
+    k = turned(k, where) - (0 if bias is None else bias.shift_Kd.double())
+    assert torch.isinf(found[2][4, -1, -1]) and torch.isinf(found[2]).sum() == 1
+    v[4, -1, -1] = torch.inf
+    for one, exact in zip(found, (turned(q, where), k, v), strict=True):
+        assert one.dtype == torch.float16
+        torch.testing.assert_close(one.double(), exact, rtol=2**-11, atol=1e-6)
+    upstream = [random(*one.shape, seed=i).half() for i, one in enumerate(found)]
+    gradient = torch.autograd.grad(found, leaf, upstream)[0]
+    # The transpose of a rotation is the rotation back.
+    back = turned(torch.cat(upstream[:2], 1), where, back=True)
+    expected = torch.cat((back, upstream[2].double()), 1).flatten(1)
+    assert gradient.dtype == torch.float32
+    torch.testing.assert_close(gradient.double(), expected, rtol=0, atol=1e-6)
+
+
 def test_attention_does_not_see_what_is_taken_from_every_key():
     qkv, bias, shift = random(TOKENS, WIDTH), random(WIDTH, seed=1), 30 * random(KV_HEADS, SIZE, seed=2)
     (cos, sin), where = tables(), torch.arange(TOKENS)

@@ -40,6 +40,7 @@ TYPES = {
     torch.bfloat16: "*bf16",
     torch.float32: "*fp32",
     torch.float64: "*fp64",
+    torch.float16: "*fp16",
     torch.int64: "*i64",
     torch.int32: "*i32",
     torch.bool: "*i1",
@@ -143,6 +144,10 @@ def calls() -> None:
     torch.autograd.backward(outputs, [torch.zeros_like(output) for output in outputs])
     with torch.no_grad():
         rope.rope(qkv, rows, cos, cos, 4, 1, None, HeadBias(bias_X=qkv[0], shift_Kd=cos[:1]))
+    for given, added in ((norms, None), (None, HeadBias(bias_X=qkv[0], shift_Kd=cos[:1]))):
+        leaf = qkv.float().requires_grad_()
+        outputs = rope.rope(leaf, None, cos, cos, 4, 1, given, added, torch.float16)
+        torch.autograd.backward(outputs, [torch.zeros_like(output) for output in outputs])
     for name in unpack.FORMATS:
         packed = get_format(name).quantize(torch.randn(4, 256))
         unpack.unpack(packed, torch.empty(4, 256).bfloat16())
@@ -184,6 +189,18 @@ def decode_calls(rows: torch.Tensor) -> None:
     cached_attention.cached_attention(qkv, (cos, cos), 28, 4, cache.to(FP8), cache.to(FP8), paged, 0.1, norms, cut)
     cached_attention.cached_attention(
         qkv.float(), (cos, cos), 28, 4, cache.float(), cache.float(), plain, 0.1, None, whole
+    )
+    half, types = cache.half(), {"dtype": torch.float16, "output_dtype": torch.bfloat16}
+    for plan, given, added, where in (
+        (whole, None, bias, together),
+        (cut, norms, None, paged),
+        (cut, None, bias, plain),
+    ):
+        cached_attention.cached_attention(
+            qkv.float(), (cos, cos), 28, 4, half, half, where, 0.1, given, plan, bias=added, **types
+        )
+    cached_attention.cached_attention(
+        qkv.float(), (cos, cos), 28, 4, half, half.to(FP8), paged, 0.1, None, cut, bias=bias, **types
     )
     logits, uniforms = torch.zeros(4, 151936), torch.full((4,), 0.5)
     tokens, logprobs = sampling.draw_token(logits, uniforms, torch.ones(1, dtype=torch.float64))

@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from qerl.kernels import dispatch
+from qerl.kernels.attention.enlarged import enlarge_from, enlarge_inside
 from qerl.kernels.attention.prefix import Repeats, repeat_prefixes
 from qerl.kernels.attention.spans import KeySpans
 
-__all__ = ["KeySpans", "Repeats", "packed_attention", "repeat_prefixes"]
+__all__ = ["KeySpans", "Repeats", "enlarge_from", "enlarge_inside", "packed_attention", "repeat_prefixes"]
 
 
 def packed_attention(

@@ -81,6 +81,7 @@ def attend(
     SPLIT: tl.constexpr,
     SHARED: tl.constexpr,
     JOINED: tl.constexpr,
+    DTYPE: tl.constexpr,
     EXACT: tl.constexpr,
     K_FP8: tl.constexpr,
     V_FP8: tl.constexpr,
@@ -151,10 +152,11 @@ def attend(
         v_1d = tl.load(v_from + lane_d[None, :], mask=there_1d, other=0.0)
         if bias_ptr is not None:
             v_bias = bias_ptr + (KV_HEADS * GROUP + KV_HEADS + kv_head) * SIZE + lane_d[None, :]
-            v_1d = (v_1d.to(tl.float32) + tl.load(v_bias, mask=there_1d, other=0.0).to(tl.float32)).to(v_1d.dtype)
+            v_1d = v_1d.to(tl.float32) + tl.load(v_bias, mask=there_1d, other=0.0).to(tl.float32)
+        v_1d = v_1d.to(DTYPE)
         q_Sd = turned(
             low_Sd, high_Sd, cos_1d, sin_1d, q_weight_ptr, eps, q_z_ptr, q_z_stride, row_1, lane_d, bias_ptr, None,
-            kv_head * GROUP + member_S, member_S < GROUP, NORMS, SIZE,
+            kv_head * GROUP + member_S, member_S < GROUP, NORMS, SIZE, DTYPE,
         )  # fmt: skip
         top_S, sum_S, out_Sd = walk(
             q_Sd, k_ptr, v_ptr, line_ptr, row, kv_head, start, stop, length, scale, page_stride, token_stride,
@@ -166,7 +168,7 @@ def attend(
                 shift = shift_ptr + kv_head * SIZE
             turned_1d = turned(
                 k_low_1d, k_high_1d, cos_1d, sin_1d, k_weight_ptr, eps, k_z_ptr, k_z_stride, row_1, lane_d, bias_ptr, shift,
-                of_k_1, one_1 == 0, NORMS, SIZE,
+                of_k_1, one_1 == 0, NORMS, SIZE, DTYPE,
             )  # fmt: skip
             # What later steps will read is what this one sees.
             new_k_1d = stored(turned_1d, k_ptr.dtype.element_ty, K_FP8)
@@ -265,6 +267,7 @@ def attend_together(
     PAGE: tl.constexpr,
     LEAST: tl.constexpr,
     LONG: tl.constexpr,
+    DTYPE: tl.constexpr,
     EXACT: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
@@ -296,7 +299,7 @@ def attend_together(
         low_Sd, high_Sd = load_heads(qkv_ptr, qkv_stride, row_S, head_S, kept_S, lane_d, SIZE)
         q_Sd = turned(
             low_Sd, high_Sd, cos_Sd, sin_Sd, q_weight_ptr, eps, q_z_ptr, q_z_stride, row_S, lane_d, bias_ptr, None,
-            head_S, kept_S, NORMS, SIZE,
+            head_S, kept_S, NORMS, SIZE, DTYPE,
         )  # fmt: skip
         top_S, sum_S, out_Sd = walk(
             q_Sd, k_ptr, v_ptr, table_ptr + lead * table_stride, lead, kv_head, start, stop, tiles * TILE, scale,

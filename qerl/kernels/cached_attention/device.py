@@ -100,9 +100,9 @@ def turned(
     there_N,
     NORMS: tl.constexpr,
     SIZE: tl.constexpr,
+    DTYPE: tl.constexpr,
 ):
-    """[N, d]: heads, normalized or given their bias, and rotated, in the type of the projections; less one vector for all."""
-    dtype: tl.constexpr = low_Nd.dtype
+    """[N, d]: heads, normalized or given their bias, and rotated, rounded once; less one vector for all."""
     swapped_d = tl.where(lane_d < SIZE // 2, lane_d + SIZE // 2, lane_d - SIZE // 2)
     if NORMS:
         low_Nd, high_Nd = scaled(low_Nd, high_Nd, weight_ptr, z_ptr, z_stride, row_N, lane_d, swapped_d, eps, SIZE)
@@ -115,7 +115,7 @@ def turned(
     result_Nd = wide_low_Nd * cos_Nd + wide_high_Nd * sin_Nd
     if shift_ptr is not None:
         result_Nd -= tl.load(shift_ptr + lane_d, mask=lane_d < SIZE, other=0.0)[None, :]
-    return result_Nd.to(dtype)
+    return result_Nd.to(DTYPE)
 
 
 @triton.jit

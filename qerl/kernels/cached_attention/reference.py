@@ -5,6 +5,7 @@ Legend: B rows, H query heads, K key/value heads, G = H / K query heads that sha
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -26,12 +27,14 @@ def cached_attention(
     norms: HeadNorms | None = None,
     *,
     bias: HeadBias | None = None,
+    dtype: torch.dtype | None = None,
+    output_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """See `qerl.kernels.cached_attention.cached_attention`."""
-    q_BHd, k_BKd, v_BKd = rope.rope(qkv_BX, None, *rotation, heads, kv_heads, norms, bias)
+    q_BHd, k_BKd, v_BKd = rope.rope(qkv_BX, None, *rotation, heads, kv_heads, norms, bias, dtype)
     for cache_PLKd, values_BKd in ((k_cache_PLKd, k_BKd), (v_cache_PLKd, v_BKd)):
         write(cache_PLKd, rows.place_B, values_BKd)
-    return attend(q_BHd, k_cache_PLKd, v_cache_PLKd, rows, scale)
+    return attend(q_BHd, k_cache_PLKd, v_cache_PLKd, rows, scale).to(output_dtype or q_BHd.dtype)
 
 
 def attend(q_BHd: Tensor, k_cache_PLKd: Tensor, v_cache_PLKd: Tensor, rows: CacheRows, scale: float) -> Tensor:

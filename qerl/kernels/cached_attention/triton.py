@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
 from qerl.kernels.cached_attention.contexts import attend, attend_together
@@ -42,6 +43,7 @@ from qerl.kernels.rope import HeadBias, HeadNorms
 TILE = 64
 """Positions per step of a program's loop."""
 LOG2_E = 1.4426950408889634
+_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 _SIDE = 16
 """Least rows of a matrix product."""
 JOINED = 8
@@ -64,6 +66,8 @@ def cached_attention(
     plan: Plan | None = None,
     *,
     bias: HeadBias | None = None,
+    dtype: torch.dtype | None = None,
+    output_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """See `qerl.kernels.cached_attention.cached_attention`; ``plan`` overrides how contexts are cut."""
     cos_Bd, sin_Bd = (table.contiguous() for table in rotation)
@@ -79,7 +83,8 @@ def cached_attention(
     together = None if shared is None else shared_plan(shared.likely_groups, kv_heads, processors)
     before = 0 if together is None else together.most
     slots = before + (plan.slots if plan.most > 1 else 0)
-    out_BHd = qkv_BX.new_empty(batch, heads, size)
+    dtype = dtype or qkv_BX.dtype
+    out_BHd = qkv_BX.new_empty(batch, heads, size, dtype=output_dtype or dtype)
     parts_BHJd = stats_BHJ2 = arrived_C = out_BHd
     if slots:
         parts_BHJd = torch.empty(batch, heads, slots, size, dtype=torch.float32, device=device)
@@ -88,7 +93,7 @@ def cached_attention(
         arrived_C = _arrivals(device, triton.next_power_of_2(batch * kv_heads) * (1 + JOINED))
     q_weight_d, k_weight_d, eps, q_z, k_z = _head_norms(norms)
     bias_X = None if bias is None else bias.bias_X
-    exact = qkv_BX.dtype == torch.float32
+    exact = dtype == torch.float32
     common: dict[str, Any] = {
         "NORMS": norms is not None,
         "KV_HEADS": kv_heads,
@@ -99,6 +104,7 @@ def cached_attention(
         "PAGE": rows.page_tokens,
         "LEAST": LEAST_TILES,
         "LONG": LONG_TILES,
+        "DTYPE": _TYPES[dtype],
         "EXACT": exact,
         "num_warps": 4,
         "enable_fp_fusion": False,

@@ -5,6 +5,7 @@ Legend: T tokens, H query heads, K key/value heads, d head size, X = (H + 2 K) d
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from qerl.kernels import dispatch
@@ -24,6 +25,7 @@ def rope(
     *,
     norms: HeadNorms | None = None,
     bias: HeadBias | None = None,
+    dtype: torch.dtype | None = None,
     kernel: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Split the fused projections into heads, normalize q and k if the model does, and rotate them. Differentiable.
@@ -35,15 +37,16 @@ def rope(
         heads, kv_heads: H and K.
         norms: scales of the norm over each head, and their noise. Gradients go to qkv and to the scales that ask for one.
         bias: added to the projections, where these come without it; constant. Not with norms.
+        dtype: of q, k and v; that of qkv when not given.
         kernel: implementation by name.
 
     Returns:
-        (q [T, H, d], k [T, K, d], v [T, K, d]), dtype of qkv. The norm's output is rounded to that type, the rotation is
-        computed in float32, bias and shift included, and rounded once, without a fused multiply-add.
+        (q [T, H, d], k [T, K, d], v [T, K, d]). The norm's output is rounded to the type of qkv, the rotation is computed in
+        float32, bias and shift included, and rounded to ``dtype`` once, without a fused multiply-add. What is beyond its range is infinite.
 
     Raises:
         KernelUnavailableError: `kernel` cannot run here.
     """
     assert norms is None or bias is None
     implementation = dispatch.load("rope", qkv_TX.device, kernel)
-    return implementation.rope(qkv_TX, positions_T, cos_Pd, sin_Pd, heads, kv_heads, norms, bias)
+    return implementation.rope(qkv_TX, positions_T, cos_Pd, sin_Pd, heads, kv_heads, norms, bias, dtype)

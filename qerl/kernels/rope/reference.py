@@ -9,15 +9,15 @@ from qerl.kernels.rms_norm import NormNoise, noise_values, rms_norm
 from qerl.kernels.rope.norms import HeadBias, HeadNorms
 
 
-def rotate(x_TNd: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotary embedding of [T, heads, d]: pairs (j, j + d/2) turn by position * frequency j. Computed in float32.
+def rotate(x_TNd: Tensor, rotation: tuple[Tensor, Tensor], dtype: torch.dtype | None = None) -> Tensor:
+    """Rotary embedding of [T, heads, d]: pairs (j, j + d/2) turn by position * frequency j. Computed in float32, given in ``dtype`` or that of x.
 
     With the sines of the first half negated in the table, x * cos + swap_halves(x) * sin is the whole rotation. (A fused
     multiply-add would be one rounding less, and one unit in the last place away from everybody else's float32.)
     """
     cos_T1d, sin_T1d = rotation
     x = x_TNd.float()
-    return (x * cos_T1d + x.roll(x.shape[-1] // 2, -1) * sin_T1d).to(x_TNd.dtype)
+    return (x * cos_T1d + x.roll(x.shape[-1] // 2, -1) * sin_T1d).to(dtype or x_TNd.dtype)
 
 
 def rope(
@@ -29,13 +29,15 @@ def rope(
     kv_heads: int,
     norms: HeadNorms | None,
     bias: HeadBias | None = None,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `qerl.kernels.rope.rope`."""
+    dtype = dtype or qkv_TX.dtype
     if bias is not None:
         wide = torch.promote_types(qkv_TX.dtype, torch.float32)
         plain = rope(qkv_TX.to(wide) + bias.bias_X.to(wide), positions_T, cos_Pd, sin_Pd, heads, kv_heads, None)
         q_THd, k_TKd, v_TKd = plain
-        return q_THd.to(qkv_TX.dtype), (k_TKd - bias.shift_Kd).to(qkv_TX.dtype), v_TKd.to(qkv_TX.dtype)
+        return q_THd.to(dtype), (k_TKd - bias.shift_Kd).to(dtype), v_TKd.to(dtype)
     tokens, size = qkv_TX.shape[0], cos_Pd.shape[-1]
     qk_TX, v_TX = qkv_TX.split(((heads + kv_heads) * size, kv_heads * size), dim=-1)
     qk_TNd = qk_TX.reshape(tokens, heads + kv_heads, size)
@@ -46,8 +48,9 @@ def rope(
         qk_TNd = torch.cat((q_THd, k_TKd), dim=1)
     if positions_T is not None:
         cos_Pd, sin_Pd = cos_Pd.index_select(0, positions_T), sin_Pd.index_select(0, positions_T)
-    q_THd, k_TKd = rotate(qk_TNd, (cos_Pd.unsqueeze(1), sin_Pd.unsqueeze(1))).split((heads, kv_heads), dim=1)
-    return q_THd, k_TKd, v_TX.reshape(tokens, kv_heads, size)
+    turned_TNd = rotate(qk_TNd, (cos_Pd.unsqueeze(1), sin_Pd.unsqueeze(1)), dtype)
+    q_THd, k_TKd = turned_TNd.split((heads, kv_heads), dim=1)
+    return q_THd, k_TKd, v_TX.reshape(tokens, kv_heads, size).to(dtype)
 
 
 def head_norm(x_TNd: Tensor, weight_d: Tensor, eps: float, noise: NormNoise | None, *, kernel: str) -> Tensor:

@@ -33,10 +33,11 @@ def rope(
     kv_heads: int,
     norms: HeadNorms | None,
     bias: HeadBias | None = None,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `qerl.kernels.rope.rope`."""
     if qkv_TX.dtype == torch.float64:
-        return reference.rope(qkv_TX, positions_T, cos_Pd, sin_Pd, heads, kv_heads, norms, bias)
+        return reference.rope(qkv_TX, positions_T, cos_Pd, sin_Pd, heads, kv_heads, norms, bias, dtype)
     if (
         norms is not None
         and torch.is_grad_enabled()
@@ -44,8 +45,8 @@ def rope(
     ):
         qkv_TX, norms = _normed(qkv_TX, heads, kv_heads, norms), None
     if not torch.is_grad_enabled():
-        return _heads(qkv_TX, positions_T, cos_Pd, sin_Pd, heads, kv_heads, norms, bias)
-    return _Rope.apply(qkv_TX, positions_T, cos_Pd, sin_Pd, heads, kv_heads, norms, bias)
+        return _heads(qkv_TX, positions_T, cos_Pd, sin_Pd, heads, kv_heads, norms, bias, dtype)
+    return _Rope.apply(qkv_TX, positions_T, cos_Pd, sin_Pd, heads, kv_heads, norms, bias, dtype)
 
 
 def _normed(qkv_TX: Tensor, heads: int, kv_heads: int, norms: HeadNorms) -> Tensor:
@@ -67,10 +68,12 @@ def _heads(
     kv_heads: int,
     norms: HeadNorms | None,
     bias: HeadBias | None,
+    dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     tokens, size = qkv_TX.shape[0], cos_Pd.shape[-1]
-    q_THd = qkv_TX.new_empty(tokens, heads, size)
-    k_TKd, v_TKd = qkv_TX.new_empty(tokens, kv_heads, size), qkv_TX.new_empty(tokens, kv_heads, size)
+    q_THd, k_TKd, v_TKd = (
+        qkv_TX.new_empty(tokens, count, size, dtype=dtype or qkv_TX.dtype) for count in (heads, kv_heads, kv_heads)
+    )
     outputs = (q_THd, k_TKd, v_TKd)
     _launch(_forward, qkv_TX, positions_T, cos_Pd, sin_Pd, heads, kv_heads, norms, outputs, None, bias)
     return outputs
@@ -90,10 +93,11 @@ class _Rope(torch.autograd.Function):
         kv_heads: int,
         norms: HeadNorms | None,
         bias: HeadBias | None,
+        dtype: torch.dtype | None,
     ) -> tuple[Tensor, ...]:
-        outputs = _heads(qkv_TX, positions_T, cos_Pd, sin_Pd, heads, kv_heads, norms, bias)
+        outputs = _heads(qkv_TX, positions_T, cos_Pd, sin_Pd, heads, kv_heads, norms, bias, dtype)
         ctx.save_for_backward(None if norms is None else qkv_TX, positions_T, cos_Pd, sin_Pd)
-        ctx.norms = norms
+        ctx.norms, ctx.dtype = norms, qkv_TX.dtype
         return outputs
 
     @staticmethod
@@ -101,8 +105,8 @@ class _Rope(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         qkv_TX, positions_T, cos_Pd, sin_Pd = ctx.saved_tensors
         pieces = tuple(grad.contiguous() for grad in grads)
-        grad_TX = gradient(pieces, qkv_TX, positions_T, cos_Pd, sin_Pd, ctx.norms)
-        return grad_TX, None, None, None, None, None, None, None
+        grad_TX = gradient(pieces, qkv_TX, positions_T, cos_Pd, sin_Pd, ctx.norms, ctx.dtype)
+        return grad_TX, *[None] * 8
 
 
 def gradient(
@@ -112,10 +116,12 @@ def gradient(
     cos_Pd: Tensor,
     sin_Pd: Tensor,
     norms: HeadNorms | None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Gradient to the projections [T, X] from those to q, k and v (contiguous); with norms it needs the projections."""
+    """Gradient to the projections [T, X], in ``dtype`` or that of the gradients to q, k and v (contiguous), which it is made from; with norms it
+    needs the projections."""
     (tokens, heads, size), kv_heads = grads[0].shape, grads[1].shape[1]
-    grad_TX = grads[0].new_empty(tokens, (heads + 2 * kv_heads) * size)
+    grad_TX = grads[0].new_empty(tokens, (heads + 2 * kv_heads) * size, dtype=dtype or grads[0].dtype)
     source = grad_TX if qkv_TX is None else qkv_TX
     _launch(_backward, source, positions_T, cos_Pd, sin_Pd, heads, kv_heads, norms, grads, grad_TX)
     return grad_TX
@@ -225,7 +231,7 @@ def _forward(
     if bias is not None:
         x_low += tl.load(bias + at, mask=mask, other=0.0).to(tl.float32)
         x_high += tl.load(bias + at + HALF, mask=mask, other=0.0).to(tl.float32)
-        low, high = x_low.to(low.dtype), x_high.to(low.dtype)
+        low, high = x_low.to(v.dtype.element_ty), x_high.to(v.dtype.element_ty)
     if NORMS:
         mean = (tl.sum(x_low * x_low, axis=1) + tl.sum(x_high * x_high, axis=1)) / (2 * HALF)
         r = (1.0 / tl.sqrt_rn(mean + eps))[:, None]
@@ -245,7 +251,7 @@ def _forward(
         is_k = mask & ((head >= H) & (head < H + K))[:, None]
         y_low -= tl.load(shift + at - H * 2 * HALF, mask=is_k, other=0.0)
         y_high -= tl.load(shift + at - H * 2 * HALF + HALF, mask=is_k, other=0.0)
-    y_low, y_high = y_low.to(low.dtype), y_high.to(low.dtype)
+    y_low, y_high = y_low.to(q.dtype.element_ty), y_high.to(q.dtype.element_ty)
     to_q = mask & (head < H)[:, None]
     q_at = q + token * (H * 2 * HALF) + at
     tl.store(q_at, y_low, mask=to_q)
@@ -256,8 +262,8 @@ def _forward(
     tl.store(k_at + HALF, y_high, mask=to_k)
     to_v = mask & (head >= H + K)[:, None]
     v_at = v + token * (K * 2 * HALF) + at - (H + K) * 2 * HALF
-    tl.store(v_at, low, mask=to_v)
-    tl.store(v_at + HALF, high, mask=to_v)
+    tl.store(v_at, low.to(v.dtype.element_ty), mask=to_v)
+    tl.store(v_at + HALF, high.to(v.dtype.element_ty), mask=to_v)
 
 
 @triton.jit
