@@ -113,6 +113,7 @@ def random_model(
                 spec,
                 dtype=dtype,
                 stream_dtype=dtype,
+                attention_dtype=dtype,
                 attn_norm=norm(spec.hidden_size),
                 mlp_norm=norm(spec.hidden_size),
                 **parts,

@@ -13,24 +13,12 @@ from pydantic import Field, model_validator
 
 from qerl.config.aqn import AqnConfig
 from qerl.config.diagnostics import DiagnosticsConfig
+from qerl.config.model import ModelConfig
 from qerl.config.objective import ObjectiveConfig
 from qerl.config.section import EachOnce, Fraction, NonNegative, Positive, Section, Temperature
 
 Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 PROJECTIONS: tuple[Projection, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-
-
-class ModelConfig(Section):
-    """Which checkpoint, and what arithmetic."""
-
-    path: str | None = None
-    """Model folder, a NAME under $QERL_MODELS, or `demo` for the packaged tiny model."""
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Compute type of the decoder. Norms, logits, LoRA master weights and log-probs are float32 in either case."""
-    stream_dtype: Literal["compute", "float32"] = "compute"
-    """Type of the residual stream and of what is added to it. `float32` with `dtype: bfloat16`: neither is rounded, nor are the biases of q, k and v, and engine and trainer differ by less; layer inputs that training keeps are twice as large."""
-    device: str = "auto"
-    """`auto` (CUDA when there is one), `cpu`, `cuda` or `cuda:N`."""
 
 
 DEFAULT_PASS_TOKENS = 16384

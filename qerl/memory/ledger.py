@@ -320,8 +320,9 @@ def _stream_bytes(config: Config) -> int:
 
 def _forward_bytes(config: Config, spec: ModelSpec, itemsize: int) -> int:
     """Bytes a token at the widest moment of a layer without gradients: gate, up and their product, and the stream with the last
-    layer's output before and after the layer."""
-    return 3 * spec.intermediate_size * itemsize + 4 * spec.hidden_size * _stream_bytes(config)
+    layer's output before and after the layer. Of heads in float16 the projections beside them may be wider, float32."""
+    inner = 3 * spec.intermediate_size * itemsize
+    return max(inner, (4 + 2) * shapes.float16_heads(config, spec)) + 4 * spec.hidden_size * _stream_bytes(config)
 
 
 def _head_working(config: Config, spec: ModelSpec, tokens: int, itemsize: int) -> int:
@@ -338,7 +339,8 @@ def kept_values(config: Config, spec: ModelSpec, device_type: str) -> int:
 
     Two streams and two normed inputs (4 D); q and k rotated and v (q + 2 kv), attention's output (q); gate and up (2 F) and their
     product (F); in LoRA mode the shrunk inputs (rank a target). The projection of q, k and v (q + 2 kv) stays too where its heads are
-    normed, and on the CPU, where v is a view of it (so kv less).
+    normed, and on the CPU, where v is a view of it (so kv less). With heads in float16, attention's output stays in that type too (q), and a
+    projection that stays is float32.
     Independent noise draws need a normed input a projection (5 instead of 2). Selective checkpointing makes the normed inputs and the
     product again.
     """
@@ -348,7 +350,10 @@ def kept_values(config: Config, spec: ModelSpec, device_type: str) -> int:
     again = normed + inner if config.train.checkpointing == "selective" else 0
     shrunk = config.lora.rank * len(config.lora.targets) if config.train.mode == "lora" else 0
     projected = q + 2 * kv if spec.qk_norm else 0
-    projected = q + kv if device_type == "cpu" else projected
+    if config.model.attention_dtype == "float16":
+        projected = q + 2 * projected
+    elif device_type == "cpu":
+        projected = q + kv
     return 2 * hidden + normed + 2 * q + 2 * kv + projected + 3 * inner + shrunk - again
 
 
@@ -373,8 +378,8 @@ def _activations(config: Config, spec: ModelSpec, itemsize: int, device_type: st
 
 
 def _backward_working(config: Config, spec: ModelSpec, itemsize: int, device_type: str) -> int:
-    """The most of: a tile of logits with what is around it, and one layer's gradients (those of gate and up are the widest, and the
-    stream's), on top of that layer computed again under full checkpointing.
+    """The most of: a tile of logits with what is around it, and one layer's gradients (those of gate and up are the widest, or those of projections in
+    float32, enlarged and not; and the stream's), on top of that layer computed again under full checkpointing.
 
     A head that learns has its gradient added up in float32 and rounded beside that; one that is the embedding, too, keeps it until the
     embedding's is there.
@@ -382,7 +387,8 @@ def _backward_working(config: Config, spec: ModelSpec, itemsize: int, device_typ
     tokens = micro_batch_tokens(config, device_type)
     inner, hidden = spec.intermediate_size, spec.hidden_size
     head = _head_working(config, spec, tokens, itemsize)
-    layer = (2 * inner * itemsize + hidden * _stream_bytes(config)) * tokens
+    widest = max(2 * inner * itemsize, 2 * 4 * shapes.float16_heads(config, spec))
+    layer = (widest + hidden * _stream_bytes(config)) * tokens
     if config.train.mode == "full":
         vocabulary = spec.vocab_size * hidden
         head += (4 + (itemsize if itemsize < 4 else 0)) * vocabulary

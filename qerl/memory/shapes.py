@@ -126,3 +126,8 @@ def noise_width(config: Config, spec: ModelSpec) -> int:
 def largest_group(spec: ModelSpec) -> int:
     """Elements of the largest fused weight."""
     return max(group.out_features * group.in_features for group in spec.groups())
+
+
+def float16_heads(config: Config, spec: ModelSpec) -> int:
+    """Values of q, k and v of a token, if they are in float16 (``model.attention_dtype``) beside projections in float32; else 0."""
+    return spec.q_size + 2 * spec.kv_size if config.model.attention_dtype == "float16" else 0

@@ -9,13 +9,20 @@ Training packs whole sequences end to end (``PackedSequences``); generation keep
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from qerl.kernels.attention import KeySpans, Repeats, packed_attention, repeat_prefixes
+from qerl.kernels.attention import (
+    KeySpans,
+    Repeats,
+    enlarge_from,
+    enlarge_inside,
+    packed_attention,
+    repeat_prefixes,
+)
 from qerl.kernels.rope import HeadBias, HeadNorms, rope
 
 
@@ -37,7 +44,8 @@ class SampleRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rotary:
-    """How projections become heads: norms over each head where the model has them, and the rotation of a token's position."""
+    """How projections become heads: norms over each head where the model has them, the rotation of a token's position, and the types of
+    attention."""
 
     cos_Td: Tensor
     """float32 [T, d], of each token."""
@@ -50,11 +58,15 @@ class Rotary:
     norms: HeadNorms | None = None
     bias: HeadBias | None = None
     """What the projections lack."""
+    dtype: torch.dtype | None = None
+    """Of q, k and v; that of the projections when not given."""
+    output_dtype: torch.dtype | None = None
+    """Of attention's output; that of q when not given."""
 
     def split(self, qkv_TX: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(q [T, H, d], k [T, K, d], v [T, K, d]), rotated. Differentiable."""
         shape = self.heads, self.kv_heads
-        return rope(qkv_TX, None, self.cos_Td, self.sin_Td, *shape, norms=self.norms, bias=self.bias)
+        return rope(qkv_TX, None, self.cos_Td, self.sin_Td, *shape, norms=self.norms, bias=self.bias, dtype=self.dtype)
 
 
 class AttentionContext(Protocol):
@@ -118,7 +130,16 @@ class PackedSequences:
             self.samples = SampleRows(keys_S=sample_keys_S, prompt_lengths_S=prompt_lengths_S, sequence_T=sequence_T)
 
     def attend(self, layer: int, qkv_TX: Tensor, rotary: Rotary) -> Tensor:
-        return self.attend_heads(*rotary.split(qkv_TX))
+        if rotary.dtype != torch.float16:
+            return self.attend_heads(*rotary.split(qkv_TX))
+        norms = rotary.norms
+        if norms is not None and norms.q_weight_d.requires_grad:
+            qkv_TX, q_weight_d, k_weight_d, mark = enlarge_inside(qkv_TX, norms.q_weight_d, norms.k_weight_d)
+            rotary = replace(rotary, norms=replace(norms, q_weight_d=q_weight_d, k_weight_d=k_weight_d))
+        else:
+            qkv_TX, mark = enlarge_inside(qkv_TX)
+        o_THd = self.attend_heads(*rotary.split(qkv_TX))
+        return enlarge_from(o_THd, mark, rotary.output_dtype or o_THd.dtype)
 
     def attend_heads(self, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor) -> Tensor:
         """Attention output [T, H, d] of heads that are rotated already."""

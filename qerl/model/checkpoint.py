@@ -60,6 +60,7 @@ def load_model(
     keep_reference_norms: bool = False,
     full: bool = False,
     float32_stream: bool = False,
+    float16_attention: bool = False,
 ) -> Decoder:
     """Load a checkpoint folder as a decoder with a frozen base and fresh adapters, or one whose every weight learns.
 
@@ -75,6 +76,8 @@ def load_model(
         full: every weight learns; needs unquantized weights and takes no adapters.
         float32_stream: the residual stream and what is added to it are not rounded to a narrower compute type, and biases of q, k
             and v are added in float32 too (but where they learn, or heads are normed).
+        float16_attention: q, k and v, keys and values in a cache and what attention multiplies are in float16 instead of bfloat16, which must be the
+            compute type; projections of q, k and v, and their biases as above, are not rounded before.
 
     Raises:
         CheckpointError: the folder cannot be read or its model is not supported.
@@ -82,6 +85,7 @@ def load_model(
         FormatError: a tensor holds NaN or infinity.
     """
     assert not (full and lora), "a model learns itself or through adapters"
+    assert not float16_attention or dtype == torch.bfloat16, dtype
     folder, device = Path(path), torch.device(device)
     spec = ModelSpec.from_folder(folder)
     if lora is not None:
@@ -106,6 +110,7 @@ def load_model(
         seed=seed,
         full=full,
         float32_stream=float32_stream,
+        float16_attention=float16_attention,
     )
     head, dense_head = loader.head(), None
     if isinstance(head, PackedWeight):
@@ -174,6 +179,7 @@ class _Loader:
         seed: int,
         full: bool,
         float32_stream: bool = False,
+        float16_attention: bool = False,
     ):
         self.spec = spec
         self.source = source
@@ -185,6 +191,7 @@ class _Loader:
         self.seed = seed
         self.full = full
         self.float32_stream = float32_stream
+        self.float16_attention = float16_attention
         self.keep_dense = quant.dense_cache == "on" or (quant.dense_cache == "auto" and device.type == "cpu")
 
     def dense(self, name: str) -> Tensor:
@@ -215,6 +222,7 @@ class _Loader:
             self.spec,
             dtype=self.dtype,
             stream_dtype=torch.promote_types(self.dtype, torch.float32) if self.float32_stream else self.dtype,
+            attention_dtype=torch.float16 if self.float16_attention else self.dtype,
             attn_norm=self.norm(f"{prefix}.input_layernorm.weight"),
             mlp_norm=self.norm(f"{prefix}.post_attention_layernorm.weight"),
             train_norms=self.full or (self.lora is not None and self.lora.train_norms),
@@ -242,7 +250,8 @@ class _Loader:
     @property
     def biases_apart(self) -> bool:
         """Whether biases of q, k and v are added where heads are made."""
-        return self.float32_stream and self.dtype == torch.bfloat16 and not self.full and not self.spec.qk_norm
+        wide = self.float16_attention or (self.float32_stream and self.dtype == torch.bfloat16)
+        return wide and not self.full and not self.spec.qk_norm
 
     def packed_weight(self, shape: GroupShape, names: tuple[str, ...], format_name: str) -> PackedWeight:
         """The stacked rows of a group: packed as the folder has them, or quantized here."""

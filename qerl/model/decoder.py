@@ -9,7 +9,6 @@ call. Nothing about a call is stored on the model, so a call cannot leave the mo
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -23,17 +22,14 @@ from torch.utils.checkpoint import checkpoint
 from qerl.formats import PackedWeight
 from qerl.kernels.activation import silu_mul
 from qerl.kernels.rms_norm import NormNoise, add_rms_norm, rms_norm
-from qerl.kernels.rope import HeadBias, HeadNorms, rotate
+from qerl.kernels.rope import HeadBias, HeadNorms
 from qerl.kernels.token_logprobs import Head, head_logits
 from qerl.model.aqn import NoisePass, NoiseSource
 from qerl.model.attention import AttentionContext, Rotary
 from qerl.model.linear import GroupedLinear
 from qerl.model.recompute import Checkpointing, FirstAndAgain, kept_here, kept_on_host, made_again
-from qerl.model.rope import RopeSpec
+from qerl.model.rotation import head_bias, rotation_table
 from qerl.model.spec import ModelSpec
-
-SHIFT_POSITIONS = 1024
-"""Positions over which the part of k's bias that keys have in common is taken. Any number gives the same attention."""
 
 LAYER_NORMS = ("attn_norm", "mlp_norm")
 """The two norms of a layer that may be trained, as attribute names and as noise sites."""
@@ -43,7 +39,9 @@ class DecoderLayer(nn.Module):
     """Pre-norm transformer layer: attention, then the gated MLP. Norm scales are float32 [D] (q/k norms [d]).
 
     Products are in ``dtype``, the compute type. The residual stream, and what attention and the MLP add to it, are in ``stream_dtype``,
-    that or float32: rounding the stream after every addition is the largest rounding of all.
+    that or float32: rounding the stream after every addition is the largest rounding of all. Attention's own products are in
+    ``attention_dtype``, that or float16, which has a smaller range and three more bits than bfloat16; projections of q, k and v are then not rounded before
+    they are heads.
     """
 
     def __init__(
@@ -53,6 +51,7 @@ class DecoderLayer(nn.Module):
         *,
         dtype: torch.dtype,
         stream_dtype: torch.dtype,
+        attention_dtype: torch.dtype,
         attn_norm: Tensor,
         qkv: GroupedLinear,
         o: GroupedLinear,
@@ -69,6 +68,7 @@ class DecoderLayer(nn.Module):
         self.spec = spec
         self.dtype = dtype
         self.stream_dtype = stream_dtype
+        self.attention_dtype = attention_dtype
         self.attn_norm = nn.Parameter(attn_norm, requires_grad=train_norms)
         self.qkv = qkv
         self.o = o
@@ -79,6 +79,11 @@ class DecoderLayer(nn.Module):
         self.k_norm = None if k_norm is None else nn.Parameter(k_norm, requires_grad=train_head_norms)
         self.reference_norms: dict[str, Tensor] = {}
         self.head_bias: HeadBias | None = None
+
+    @property
+    def qkv_dtype(self) -> torch.dtype:
+        """Of the projections of q, k and v."""
+        return self.dtype if self.attention_dtype == self.dtype else torch.float32
 
     def forward(
         self,
@@ -140,18 +145,19 @@ class DecoderLayer(nn.Module):
         """The projections that read a norm, applied to it: [T, rows of all], and the stream that the norm reads. One product,
         or one a projection where each has a draw of its own."""
         weight_D, eps = self.reference_norms[site] if reference else getattr(self, site), self.spec.rms_eps
+        dtype = self.qkv_dtype if linear is self.qkv else self.dtype
         if noise is None or not noise.independent:
             z = None if noise is None else noise.of_norm(self.index, site)
             h_TD, stream_TD = add_rms_norm(x_TD, residual_TD, weight_D, eps, z, dtype=self.dtype)
             with self._norm_again(h_TD, stream_TD, weight_D, z) if selective else kept_here():
-                return linear.stacked(h_TD, adapters), stream_TD
+                return linear.stacked(h_TD, adapters, dtype=dtype), stream_TD
         stream_TD = x_TD if residual_TD is None else residual_TD + x_TD
         outputs = []
         for part in linear.parts:
             z = noise.of_norm(self.index, f"{site}/{part}")
             h_TD = rms_norm(stream_TD, weight_D, eps, z, dtype=self.dtype)
             with self._norm_again(h_TD, stream_TD, weight_D, z) if selective else kept_here():
-                outputs.append(linear.member(part, h_TD, adapters))
+                outputs.append(linear.member(part, h_TD, adapters, dtype=dtype))
         return torch.cat(outputs, dim=-1), stream_TD
 
     def _norm_again(
@@ -186,6 +192,8 @@ class DecoderLayer(nn.Module):
             kv_heads=spec.num_kv_heads,
             norms=self.head_norms(noise),
             bias=self.head_bias,
+            dtype=self.attention_dtype,
+            output_dtype=self.dtype,
         )
         o_THd = context.attend(self.index, qkv_TX, rotary)
         return self.o.stacked(o_THd.reshape(len(qkv_TX), spec.q_size), adapters, dtype=self.stream_dtype)
@@ -251,6 +259,13 @@ class Decoder(nn.Module):
     def dtype(self) -> torch.dtype:
         """Compute type."""
         return self.embed_tokens.dtype
+
+    @property
+    def attention_dtype(self) -> torch.dtype:
+        """Type of q, k and v, and of what attention multiplies."""
+        first = self.layers[0]
+        assert isinstance(first, DecoderLayer)
+        return first.attention_dtype
 
     @property
     def device(self) -> torch.device:
@@ -349,38 +364,3 @@ class Decoder(nn.Module):
     def _rotation(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
         """Table rows of the given positions, [T, d] each."""
         return self.rope_cos.index_select(0, positions_T), self.rope_sin.index_select(0, positions_T)
-
-
-def rotation_table(rope: RopeSpec, head_dim: int, positions: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of every position, float32 [P, d] each; sines of the first half carry a minus sign.
-
-    A table, and not cosines taken at run time, because vectorized cosines of one angle may differ by place in a batch.
-    """
-    angle_Ph = torch.arange(positions, dtype=torch.float32, device=device)[:, None] * inverse_frequencies(
-        rope, head_dim, device
-    )
-    cos_Ph, sin_Ph = angle_Ph.cos(), angle_Ph.sin()
-    return torch.cat((cos_Ph, cos_Ph), dim=-1), torch.cat((-sin_Ph, sin_Ph), dim=-1)
-
-
-def head_bias(bias_X: Tensor | None, spec: ModelSpec, rotation: tuple[Tensor, Tensor]) -> HeadBias:
-    """The bias of q, k and v as it is added to heads; keys lose what it gives them on average over the first positions."""
-    assert bias_X is not None
-    k_1Kd = bias_X[spec.q_size : spec.q_size + spec.kv_size].float().view(1, spec.num_kv_heads, spec.head_dim)
-    turns = (table_Pd[:SHIFT_POSITIONS].unsqueeze(1) for table_Pd in rotation)
-    shift_Kd = rotate(k_1Kd, (next(turns), next(turns))).mean(0)
-    return HeadBias(bias_X=bias_X, shift_Kd=shift_Kd.contiguous())
-
-
-def inverse_frequencies(rope: RopeSpec, head_dim: int, device: torch.device | str = "cpu") -> Tensor:
-    """Angle per position of each pair, float32 [d / 2]: theta^(-2j/d), stretched as ``rope.kind`` says."""
-    exponents_h = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
-    frequency_h = 1.0 / rope.theta**exponents_h
-    if rope.kind == "default":
-        return frequency_h
-    slow_h = frequency_h / rope.factor
-    if rope.kind == "linear":
-        return slow_h
-    turns_h = rope.original_max_positions * frequency_h / (2 * math.pi)
-    keep_h = ((turns_h - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0.0, 1.0)
-    return keep_h * frequency_h + (1 - keep_h) * slow_h

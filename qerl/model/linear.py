@@ -82,8 +82,8 @@ class GroupedLinear(nn.Module):
         """Output of each member, [T, rows] a member, in the type of ``x_TI``."""
         return self.stacked(x_TI, adapters).split(self.sizes, dim=-1)
 
-    def member(self, part: str, x_TI: Tensor, adapters: bool = True) -> Tensor:
-        """Output of one member alone, [T, its rows], for an input of its own.
+    def member(self, part: str, x_TI: Tensor, adapters: bool = True, *, dtype: torch.dtype | None = None) -> Tensor:
+        """Output of one member alone, [T, its rows], for an input of its own, in ``dtype`` or the type of the input.
 
         From the dense copy where there is one; else the whole packed product is formed and the member's rows are kept,
         since not every format can be cut by rows.
@@ -91,10 +91,10 @@ class GroupedLinear(nn.Module):
         start, stop = self.rows_of(part)
         bias_O = None if self.added_O is None else self.added_O[start:stop]
         if self.trained_OI is not None:
-            return linear(x_TI, self.trained_OI[start:stop], bias_O)
+            return linear(x_TI, self.trained_OI[start:stop], bias_O).to(dtype or x_TI.dtype)
         dense_OI = self.weight.tensors["weight"] if self.weight.format == "bf16" else self.dense_OI
         if dense_OI is None:
-            return self.stacked(x_TI, adapters)[:, start:stop]
+            return self.stacked(x_TI, adapters, dtype=dtype)[:, start:stop]
         own = [
             AdapterPart(
                 start=0,
@@ -106,7 +106,7 @@ class GroupedLinear(nn.Module):
             for item in (self.lora.adapter_parts(x_TI.dtype) if adapters and self.lora is not None else ())
             if item.start == start
         ]
-        return fp4_linear(x_TI, self.weight, bias_O, own, dense_OI[start:stop])
+        return fp4_linear(x_TI, self.weight, bias_O, own, dense_OI[start:stop], dtype=dtype)
 
     def rows_of(self, part: str) -> tuple[int, int]:
         """First row of a member, and the row after its last."""

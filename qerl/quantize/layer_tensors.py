@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from qerl.kernels.rms_norm import rms_norm
 from qerl.kernels.rope import rotate
 from qerl.model.attention import PackedSequences
-from qerl.model.decoder import rotation_table
+from qerl.model.rotation import rotation_table
 from qerl.model.spec import ModelSpec
 from qerl.quantize.source import CheckpointSource
 

@@ -52,6 +52,10 @@ MOST_KEYS = 1 << 32
 KV_SHARE = 0.5
 """Most of the memory that a CUDA device has free for the process that keys and values take when no budget is given."""
 
+_BEYOND_FLOAT16 = (
+    " q, k or v beyond 65504 are infinite with model.attention_dtype=float16: see whether `compute` has numbers."
+)
+
 
 class Engine:
     """Generates answers with a model that someone else owns and trains.
@@ -70,7 +74,7 @@ class Engine:
         expected_tokens: longest sequence that calls will bring, prompt and answer. A paged cache is made for all rows at that length
             at once, where the memory for it suffices, and not again when a later call needs more than the first.
         kv_bytes: most bytes of paged keys and values. When not given: half of what a CUDA device has free for this process, no bound on the CPU.
-        kv_format: `compute`: keys and values in the compute type; `fp8_values`: values in FP8; `fp8`: both.
+        kv_format: `compute`: keys and values in the type of attention; `fp8_values`: values in FP8; `fp8`: both.
         graphs: decode steps are captured; by default on CUDA, and only there.
         lends: `release` gives the memory of keys and values back and keeps the captured steps, which find it where it was; on a CUDA device
             that can.
@@ -142,8 +146,8 @@ class Engine:
                 remedy="Set rollout.kv_format=compute.",
             )
         self.kv_dtypes = (
-            FP8 if kv_format == "fp8" else model.dtype,
-            model.dtype if kv_format == "compute" else FP8,
+            FP8 if kv_format == "fp8" else model.attention_dtype,
+            model.attention_dtype if kv_format == "compute" else FP8,
         )
         """Of keys and of values in the cache."""
         self.kv_bytes = kv_bytes
@@ -357,7 +361,8 @@ class Engine:
                 f"the model's logits are not finite for an answer to prompt {prompt.id}",
                 got=f"log-probs {answer.behavior_logprobs[:4]} … of sample {sequence.sample_key}",
                 expected="finite numbers",
-                remedy="Look at grad_norm and learning_rate of the last steps; go back to an earlier checkpoint.",
+                remedy="Look at grad_norm and learning_rate of the last steps; go back to an earlier checkpoint."
+                + (_BEYOND_FLOAT16 if self.model.attention_dtype == torch.float16 else ""),
             )
         return Completion(
             prompt=prompt,

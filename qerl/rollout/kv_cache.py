@@ -140,12 +140,14 @@ class PrefillContext:
         q_THd, k_TKd, v_TKd = rotary.split(qkv_TX)
         k_MKd, v_MKd = (values.index_select(0, self._source_M) for values in (k_TKd, v_TKd))
         self._cache.write(layer, k_MKd, v_MKd, self._place_M)
+        output_dtype = rotary.output_dtype or q_THd.dtype
         if self._earlier_L is None:
-            return self._packed.attend_heads(q_THd, k_TKd, v_TKd)
+            return self._packed.attend_heads(q_THd, k_TKd, v_TKd).to(output_dtype)
         k_LKd, v_LKd = self._cache.read(layer, self._earlier_L, q_THd.dtype)
         bounds_2, lengths = self._packed.cu_seqlens_S1, self._packed.lengths
         scale = q_THd.shape[-1] ** -0.5
-        return packed_attention(q_THd, k_LKd, v_LKd, bounds_2, scale, lengths=lengths, keys=self._keys)
+        o_THd = packed_attention(q_THd, k_LKd, v_LKd, bounds_2, scale, lengths=lengths, keys=self._keys)
+        return o_THd.to(output_dtype)
 
 
 class DecodeContext:
@@ -188,4 +190,6 @@ class DecodeContext:
             size**-0.5,
             norms=rotary.norms,
             bias=rotary.bias,
+            dtype=rotary.dtype,
+            output_dtype=rotary.output_dtype,
         )

@@ -39,8 +39,9 @@ def different_layers(model: Decoder, *, reference: bool) -> Iterator[Layer]:
     seen: set[Hashable] = set()
     for layer in model.layers:
         assert isinstance(layer, DecoderLayer)
-        narrow, wide = (layer.qkv, layer.gate_up), (layer.o, layer.down)
-        for linear, dtype in [(one, layer.dtype) for one in narrow] + [(one, layer.stream_dtype) for one in wide]:
+        wide = layer.stream_dtype
+        types = (layer.qkv, layer.qkv_dtype), (layer.gate_up, layer.dtype), (layer.o, wide), (layer.down, wide)
+        for linear, dtype in types:
             ways = (True, False) if reference and linear.lora is not None else (True,)
             for adapters in ways if linear.trained_OI is None else ():
                 found = _layer(linear, dtype, adapters)

@@ -71,6 +71,7 @@ def open_session(
         lora=config.lora if trainable and not full else None,
         dtype=getattr(torch, config.model.dtype),
         float32_stream=config.model.stream_dtype == "float32",
+        float16_attention=config.model.attention_dtype == "float16",
         device=device,
         seed=config.train.seed,
         keep_reference_norms=keep_reference_norms,

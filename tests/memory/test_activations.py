@@ -95,6 +95,24 @@ def test_a_float32_stream_beside_bfloat16_is_counted(folder, checkpointing):
     )
 
 
+@pytest.mark.parametrize("variant", ["llama-plain", "qwen3-wide-heads"])
+def test_heads_in_float16_are_counted(tmp_path, variant):
+    """What is more and what is less than in bfloat16: outputs of attention, projections in float32 that head norms keep, and v's own memory."""
+    write_tiny(tmp_path, variant, max_position_embeddings=64)
+    tokens = torch.cat(random_tokens((LENGTH,) * COUNT))
+    context, kept, counted = PackedSequences(torch.arange(0, TOKENS + 1, LENGTH)), [], []
+    for half in (False, True):
+        model = load_tiny(tmp_path, lora=LoraConfig(rank=4), dtype=torch.bfloat16, float16_attention=half)
+        layers, sizes = model.layers, []
+        for count in (2, 3):
+            model.layers = layers[:count]
+            sizes.append(kept_storages(model, lambda model=model: model(tokens, context)))
+        kept.append((sizes[1] - sizes[0]) / TOKENS)
+        config = configured("model.dtype=bfloat16", f"model.attention_dtype={'float16' if half else 'compute'}")
+        counted.append(2 * kept_values(config, model.spec, "cpu"))
+    assert kept[1] - kept[0] == pytest.approx(counted[1] - counted[0], abs=0.02 * counted[0])
+
+
 def test_selective_checkpointing_keeps_less_and_needs_no_noise_kept(folder):
     model = load_tiny(folder, lora=LoraConfig(rank=4))
     noise = NoiseState(seed=0, rollout=1, stage=1, sigma=0.05, sites=("attn_norm", "mlp_norm")).materialize(model)

@@ -67,10 +67,11 @@ def write_checkpoint(folder: Path, architecture: str, seed: int = 0) -> Path:
     return folder
 
 
-def load_tiny(folder: Path, *, dtype=torch.float32, quantized=False, adapters=True):
+def load_tiny(folder: Path, *, dtype=torch.float32, quantized=False, adapters=True, **settings):
     """The decoder, its adapters (where wanted) moved away from zero so that they matter."""
     quant = QuantConfig(format="nvfp4" if quantized else "bf16")
-    model = load_model(folder, quant=quant, lora=LoraConfig(rank=4, alpha=8.0) if adapters else None, dtype=dtype)
+    lora = LoraConfig(rank=4, alpha=8.0) if adapters else None
+    model = load_model(folder, quant=quant, lora=lora, dtype=dtype, **settings)
     if adapters:
         shift_adapters(model, 0.1)
     return model

@@ -109,10 +109,10 @@ def noise_of(scope, model):
     return state.materialize(model)
 
 
-@pytest.mark.parametrize("scope", EXPECTED)
-def test_a_training_pass_meets_as_many_variants_as_its_flags_and_no_more_for_its_sizes(folder, scope):
+@pytest.mark.parametrize(("scope", "half"), [*((scope, False) for scope in EXPECTED), (None, True)])
+def test_a_training_pass_meets_as_many_variants_as_its_flags_and_no_more_for_its_sizes(folder, scope, half):
     config = load_config(None, SETTINGS)
-    model = load_tiny(folder, lora=config.lora, dtype=torch.bfloat16, float32_stream=True)
+    model = load_tiny(folder, lora=config.lora, dtype=torch.bfloat16, float32_stream=True, float16_attention=half)
     optimizer = make_optimizer(model.trainable_parameters(), config.optim)
     rng = random.Random(0)
     with recorded(*OPERATIONS) as variants:

@@ -25,19 +25,20 @@ def asked(monkeypatch):
     return calls
 
 
-@pytest.mark.parametrize("kl", [0.0, 0.1])
-def test_one_layer_of_each_kind_with_adapters_and_for_the_reference_without(folder, asked, kl):
+@pytest.mark.parametrize(("kl", "half"), [(0.0, False), (0.1, False), (0.1, True)])
+def test_one_layer_of_each_kind_with_adapters_and_for_the_reference_without(folder, asked, kl, half):
     config = load_config(None, ["lora.rank=2", f"objective.kl_coef={kl}", "train.token_budget=4096"])
     model = load_tiny(
-        folder, lora=config.lora, quant=QuantConfig(format="nvfp4"), dtype=torch.bfloat16, float32_stream=True
-    )
+        folder, lora=config.lora, quant=QuantConfig(format="nvfp4"), dtype=torch.bfloat16, float32_stream=True, float16_attention=half,
+    )  # fmt: skip
     ready.compile_kernels(config, model)
     ((layers, rows),) = asked
     assert rows == 4096
     linears = list(model.grouped_linears())[:4]
     found = {(layer.weight.shape, layer.dtype, len(layer.adapters)) for layer in layers}
+    wide = ("o_proj", "down_proj", *(["qkv_proj"] if half else []))
     members = [
-        (linear.weight.shape, torch.float32 if linear.name.endswith(("o_proj", "down_proj")) else torch.bfloat16, count)
+        (linear.weight.shape, torch.float32 if linear.name.endswith(wide) else torch.bfloat16, count)
         for linear in linears
         for count in ((len(linear.parts), 0) if kl else (len(linear.parts),))
     ]
