@@ -1,12 +1,12 @@
 """Seconds by stage of whole steps of ``qerl train``, rewards, records, diagnostics and noise among them: of a real model, or on random weights.
 
-    python benchmarks/loop.py --model Qwen2.5-Coder-0.5B-Instruct [--data gsm8k] [--out results/loop_real_05b.json] [--steps 12] [key=value ...]
+    python benchmarks/loop.py --model Qwen2.5-Coder-0.5B-Instruct [--data gsm8k] [--out results/loop_real_05b.json] [--steps 12] [--beside key=value] [key=value ...]
     python benchmarks/loop.py [--out FILE] [--steps 12] [--size 0.5B] [--tiny] [key=value ...]
 
 Trains ``configs/gsm8k_05b_nvfp4_aqn.yaml`` (32 prompts x 8 answers of at most 512 tokens, NVFP4, rank 32, AQN): half of the steps without noise, half with the
 largest. The first step of each half captures its graphs; what is called settled is the others, clean and noisy ones apart: median, least
 and most of seconds by stage, of tokens, and of how far the engine's log-probs are from the trainer's. ``memory`` is the run's ``memory.json``: bytes by owner and phase,
-predicted and measured.
+predicted and measured. With ``--beside`` a second run follows, of the same model, data and seed with these settings changed.
 
 Without ``--model`` it trains on a folder that is made
 for it: a Qwen2.5 of the given size with random weights, a tokenizer of as many words, questions of about 90 words. So many tokens
@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import json
 import random
 import statistics
@@ -173,7 +174,12 @@ def main() -> None:
     parser.add_argument("--model", help="a folder or a NAME under $QERL_MODELS, instead of random weights")
     parser.add_argument("--data", help="data set of --model, where it is not the configuration's")
     parser.add_argument("--size", default="0.5B", choices=sorted(SHAPES), help="of random weights")
-    parser.add_argument("--seconds", type=float, help="no step is begun that would end later, by the longest so far")
+    parser.add_argument(
+        "--seconds", type=float, help="of each run: no step is begun that would end later, by the longest so far"
+    )
+    parser.add_argument(
+        "--beside", nargs="+", default=[], metavar="key=value", help="settings of a second run beside the first"
+    )
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("settings", nargs="*", metavar="key=value")
     arguments = parser.parse_args()
@@ -186,14 +192,24 @@ def main() -> None:
         else:
             own = made_folder(folder, arguments.size, tiny=arguments.tiny)
         asked = [*settings, f"train.steps={arguments.steps}", *own, f"run.dir={folder}", *arguments.settings]
-        made = load_config(ROOT / "configs" / "gsm8k_05b_nvfp4_aqn.yaml", asked)
-        # An interrupt ends the run after its step; what there is by then is shown.
-        with contextlib.suppress(RunStopped):
-            train(made, deadline=Deadline(arguments.seconds))
-        found = result(RunDir.open(folder / made.run.name))
+        found = trained(asked, arguments.seconds)
+        if arguments.beside:
+            gc.collect()
+            other = trained([*asked, *arguments.beside, "run.name=beside"], arguments.seconds)
+            found["beside"] = {"settings": arguments.beside, **other}
     if arguments.out is not None:
         write_result(arguments.out, settings=settings, **found)
-    print(json.dumps({key: found[key] for key in ("plan", "settled")}, indent=1))
+    for run in (found, found.get("beside")):
+        if run is not None:
+            print(json.dumps({key: run[key] for key in ("settings", "plan", "settled") if key in run}, indent=1))
+
+
+def trained(settings: list[str], seconds: float | None) -> dict[str, Any]:
+    """What a run with these settings says of itself. An interrupt ends it after its step; what there is by then is shown."""
+    made = load_config(ROOT / "configs" / "gsm8k_05b_nvfp4_aqn.yaml", settings)
+    with contextlib.suppress(RunStopped):
+        train(made, deadline=Deadline(seconds))
+    return result(RunDir.open(Path(made.run.dir) / made.run.name))
 
 
 def made_folder(folder: Path, size: str, *, tiny: bool) -> list[str]:

@@ -123,7 +123,7 @@ class RolloutConfig(Section):
     kv_cache_gb: Annotated[float, Field(gt=0)] | Literal["auto"] = "auto"
     """Most memory of keys and values on a GPU, in GB. Where it is less than all sequences need at their longest, some wait; one must have room. `auto`: what they need, or what the memory budget leaves."""
     kv_format: KvFormat = "compute"
-    """Keys and values in the compute type, values alone in FP8 (`fp8_values`, a quarter less memory in bfloat16) or both (`fp8`, half). FP8 moves log-probs away from the trainer's, `fp8` beyond the line of a fault; needs compute capability 8.9 on a GPU."""
+    """Keys and values in the type of attention (`model.attention_dtype`), values alone in FP8 (`fp8_values`, a quarter less memory in bfloat16) or both (`fp8`, half). FP8 moves log-probs away from the trainer's, `fp8` beyond the line of a fault; needs compute capability 8.9 on a GPU."""
     static_shapes: bool = False
     """An answer has the same bits alone, in any batch and in any order: each decode step has max_num_seqs rows, each prompt a pass of its own. Slower."""
     read_together: bool | Literal["auto"] = "auto"

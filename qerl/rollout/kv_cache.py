@@ -2,7 +2,7 @@
 
 With one page a row that holds the longest sequence, attention reads the cache in place, and rows that move take their page's
 content along. With small pages a table says which pages a row has; rows share the full pages of their prompt, and nothing is
-copied when they move. Either may be in FP8, which passes that compute a prompt do not see: they attend to what they have just computed.
+copied when they move. They are in the type of attention; either may be in FP8, which passes that compute a prompt do not see: they attend to what they have just computed.
 
 Shape legend: P pages, L tokens a page, N pages a row has at most, K key/value heads, d head size, T tokens, B running rows,
 R rows, M pages or tokens named in one call.

@@ -113,7 +113,9 @@ def test_every_number_of_rows_agrees_with_float64(segments, d_in, rank):
         assert torch.equal(y, again), f"{rows} rows: same input, same bits"
 
 
-@pytest.mark.parametrize(("segments", "d_in"), [((896,), 4864), ((3584,), 3584), ((1000, 24), 520)])
+@pytest.mark.parametrize(
+    ("segments", "d_in"), [((896,), 4864), ((3584,), 3584), ((1000, 24), 520), ((896, 128, 128), 896)]
+)
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_float32_outputs_are_the_sums_themselves(segments, d_in, with_bias):
     """In every regime, and from a plain weight; their gradients are those of outputs in bfloat16."""

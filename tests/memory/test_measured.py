@@ -23,8 +23,10 @@ COMMON = ("objective.denominator=recomputed", "rollout.keep_cache=off", "aqn.ena
 def test_the_predicted_peak_is_within_five_percent_of_the_measured_one(path):
     found = json.loads(path.read_text())
     decided = [f"train.{key}={json.dumps(found[key])}" for key in ("checkpointing", "token_budget", "share_prompts")]
-    # The recipe had a bfloat16 stream when it was measured.
-    config = load_config(ROOT / "configs" / found["config"], [*decided, "model.stream_dtype=compute"])
+    # The recipe had a bfloat16 stream and attention when it was measured.
+    config = load_config(
+        ROOT / "configs" / found["config"], [*decided, "model.stream_dtype=compute", "model.attention_dtype=compute"]
+    )
     ledger = memory.predict(config, ModelSpec.from_config(found["model"]), device_type="cuda")
     measured = {stage: peaks["allocated"] * 1e9 for stage, peaks in found["measured"].items()}
     assert ledger.peak_phase == max(measured, key=measured.get)

@@ -310,12 +310,21 @@ def test_with_static_shapes_an_answer_has_the_same_bits_alone_and_in_any_batch(q
         assert list(alone) == [together[index]]
 
 
-@pytest.mark.parametrize(("scope", "float32_stream"), [("rollout", False), ("response", False), ("response", True)])
+@pytest.mark.parametrize(
+    ("scope", "types"),
+    [
+        ("rollout", {}),
+        ("response", {}),
+        ("response", {"float32_stream": True}),
+        ("response", {"float32_stream": True, "float16_attention": True}),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize(
     ("base", "dense_cache"), [("nvfp4", "on"), ("nvfp4", "off"), ("bf16", "auto"), ("bf16", "off")]
 )
-def test_engine_and_trainer_agree_in_bfloat16(qwen2_folder, tokenizer, scope, float32_stream, base, dense_cache):
-    model = load(qwen2_folder, torch.bfloat16, dense_cache, base, float32_stream=float32_stream)
+def test_engine_and_trainer_agree_in_bfloat16(qwen2_folder, tokenizer, scope, types, base, dense_cache):
+    model = load(qwen2_folder, torch.bfloat16, dense_cache, base, **types)
     linears = list(model.grouped_linears())
     assert all((linear.weight.kept_OI is not None) == (dense_cache != "off") for linear in linears)
     if base == "nvfp4":

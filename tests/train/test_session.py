@@ -51,6 +51,13 @@ def test_a_rollout_says_when_many_answers_were_computed_again(tmp_path, monkeypa
     assert any("rollout.max_num_seqs" in text for text in said) == (most < 0)
 
 
+@pytest.mark.parametrize(("chosen", "dtype"), [("compute", torch.bfloat16), ("float16", torch.float16)])
+def test_the_type_of_attention_reaches_the_model_and_the_cache(chosen, dtype):
+    settings = ("model.path=demo", "model.device=cpu", f"model.attention_dtype={chosen}")
+    opened = session.open_session(load_config(None, [*SMALL, *settings]))
+    assert {layer.attention_dtype for layer in opened.model.layers} == set(opened.engine.kv_dtypes) == {dtype}
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(("gigabytes", "choice"), [(8, "on"), (0.001, "off")])
 def test_a_session_holds_the_copies_that_it_decided_on(gigabytes, choice):

@@ -1,4 +1,4 @@
-"""Keys and values in the cache: in the compute type, or in FP8 E4M3 without a scale (largest magnitude 448, larger ones saturate)."""
+"""Keys and values in the cache: in the type of attention, or in FP8 E4M3 without a scale (largest magnitude 448, larger ones saturate)."""
 
 from __future__ import annotations
 
