@@ -190,8 +190,10 @@ def attention_cases(device: str) -> Iterator[Case]:
         count = len(rows.lengths_B)
         caches = [torch.zeros(pages, rows.page_tokens, kv_heads, size, device=device).to(dtype) for _ in range(2)]
         turns = cos[rows.lengths_B % 300], sin[rows.lengths_B % 300]
-        qkv = given.normal(count, (heads + 2 * kv_heads) * size)
-        cached_attention(qkv, turns, heads, kv_heads, *caches, rows, 0.125)
+        qkv, types = given.normal(count, (heads + 2 * kv_heads) * size), {}
+        if dtype == torch.float16:
+            qkv, types = qkv.float(), {"dtype": dtype, "output_dtype": torch.bfloat16}
+        cached_attention(qkv, turns, heads, kv_heads, *caches, rows, 0.125, **types)
 
     def ints(*values: Any) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int32, device=device)
@@ -210,6 +212,8 @@ def attention_cases(device: str) -> Iterator[Case]:
     yield Case("attention, a page a row", lambda: attend(CacheRows(given.range(7), 32), 1, 7), attention)
     yield Case("attention over pages", lambda: attend(CacheRows(lengths, 64, table_BN=table), 2, 9), attention)
     yield Case("attention over FP8", lambda: attend(CacheRows(lengths, 64, table_BN=table), 2, 9, FP8), attention)
+    half = torch.float16
+    yield Case("attention of float16", lambda: attend(CacheRows(lengths, 64, table_BN=table), 2, 9, half), attention)
     yield Case("attention, contexts that are cut", lambda: attend(long, 2, 80), attention)
     yield Case(
         "attention, prompts read together",
@@ -273,8 +277,8 @@ def layer_cases(device: str) -> Iterator[Case]:
         y, stream = add_rms_norm(x, residual, weight, 1e-6, noise)
         (y.float().sum() + stream.float().sum()).backward()
 
-    def rope_with_gradient() -> None:
-        outputs = rope(given.normal(32, 6 * 64).requires_grad_(), None, cos, sin, 4, 1)
+    def rope_with_gradient(qkv: torch.Tensor, dtype: torch.dtype | None = None) -> None:
+        outputs = rope(qkv.requires_grad_(), None, cos, sin, 4, 1, dtype=dtype)
         sum(output.float().sum() for output in outputs).backward()
 
     def unpacked(name: str, inputs: int) -> None:
@@ -286,7 +290,10 @@ def layer_cases(device: str) -> Iterator[Case]:
         lambda: silu_mul(given.normal(tokens, 2 * 129).requires_grad_()).float().sum().backward(),
         _both("activation.triton", "_silu", "_silu_gradient"),
     )
-    yield Case("rope and gradient", rope_with_gradient, _both("rope.triton", "_forward", "_backward"))
+    turns = _both("rope.triton", "_forward", "_backward")
+    yield Case("rope and gradient", lambda: rope_with_gradient(given.normal(32, 6 * 64)), turns)
+    into = torch.float16
+    yield Case("rope into float16", lambda: rope_with_gradient(given.normal(32, 6 * 64).float(), into), turns)
     yield Case(
         "normal_rows",
         lambda: philox.normal_rows(1, "noise", 133, c1=given.range(5), c2=7, c3=1),
