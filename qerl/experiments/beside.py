@@ -39,7 +39,9 @@ def check_shares(cells: Sequence[Cell], jobs: int, devices: int) -> list[str]:
     largest = sorted((needs[cell.group] for cell in on_gpu), reverse=True)[:each]
     total = min(torch.cuda.get_device_properties(index).total_memory for index in range(devices))
     part = (total / each - memory.OUTSIDE) // GB
-    remedy = f"Set train.memory_budget={part:g} or less, or run fewer at one time (--jobs)"
+    # Below 1 GB no model worth training has room.
+    remedy = f"Set train.memory_budget={part:g} or less, or run" if part >= 1 else "Run"
+    remedy += " fewer at one time (--jobs)"
     if sum(largest) > total:
         raise ConfigError(
             "cells beside each other on one GPU need more memory than it has",

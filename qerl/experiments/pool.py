@@ -18,11 +18,14 @@ from qerl.train.stop import StopRequest
 
 
 def visible_devices() -> tuple[str, ...]:
-    """The GPUs that this process may use, as ``CUDA_VISIBLE_DEVICES`` names them; none without a GPU."""
-    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    """The GPUs that this process may use, as ``CUDA_VISIBLE_DEVICES`` names them; none without a GPU.
+
+    CUDA knows those before the first name of none that is there.
+    """
+    count, named = torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES")
     if named is not None:
-        return tuple(part.strip() for part in named.split(",") if part.strip()) if torch.cuda.is_available() else ()
-    return tuple(map(str, range(torch.cuda.device_count())))
+        return tuple(part.strip() for part in named.split(",") if part.strip())[:count]
+    return tuple(map(str, range(count)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -51,6 +51,21 @@ def test_budgets_that_a_gpu_does_not_have_are_refused(cells):
     assert check_shares([replace(cell, problem="no model") for cell in cells(149)], 2, 1) == []
 
 
+def test_no_budget_is_advised_that_no_model_has_room_in(cells):
+    with pytest.raises(ConfigError) as caught:
+        check_shares(cells(2, count=100), 100, 1)
+    assert str(caught.value).endswith(". Run fewer at one time (--jobs)")
+
+
+def test_gpus_that_are_named_and_not_there_are_none(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    for named, known in (("0,1", ("0", "1")), (" 3 , GPU-a,7", ("3", "GPU-a")), ("1", ("1",)), ("", ())):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
+        assert pool.visible_devices() == known
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert pool.visible_devices() == ("0", "1")
+
+
 def test_cells_that_plan_for_a_whole_gpu_count_with_their_plan_and_are_told_of(cells, monkeypatch):
     two = cells("auto")
     (text,) = check_shares(two, 2, 1)
