@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,7 +58,23 @@ def read_cells(paths: Sequence[Path]) -> Collection:
         places += [path] * len(found)
         cells += [cell | {"matrix": known["matrix"]} if "matrix" in known else cell for cell in found]
     _refuse_twice(cells, places)
-    return Collection(cells=tuple(cells), plans=plans)
+    return Collection(cells=tuple(_told_apart(cells, places)), plans=plans)
+
+
+def _told_apart(cells: Sequence[dict[str, Any]], places: Sequence[Path]) -> list[dict[str, Any]]:
+    """Runs of no matrix that have one name, and would be one arm, get as much of their path as none of the others has."""
+    counts = Counter(cell["run"] for cell in cells if cell.get("matrix") is None)
+    found = list(cells)
+    for name in [name for name, count in counts.items() if count > 1]:
+        alike = [index for index, cell in enumerate(cells) if cell.get("matrix") is None and cell["run"] == name]
+        parts = [places[index].resolve().parts for index in alike]
+        depth = next(
+            depth for depth in range(1, max(map(len, parts)) + 1) if len({p[-depth:] for p in parts}) == len(parts)
+        )
+        for index, part in zip(alike, parts, strict=True):
+            own = "/".join(part[-depth:])
+            found[index] = cells[index] | {"run": own, "arm": own, "label": own}
+    return found
 
 
 def _refuse_twice(cells: Sequence[dict[str, Any]], places: Sequence[Path]) -> None:

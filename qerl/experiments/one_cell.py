@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import shutil
 
 import torch
@@ -127,8 +128,15 @@ def settle_folder(plan: Plan, cell: Cell) -> None:
 
     Raises:
         OutputError: the folder cannot be written.
+        RunFolderError: something that is no folder has its name; nothing is changed.
     """
     run, state = plan.run(cell), plan.state(cell)
+    if os.path.lexists(run.path) and not run.path.is_dir():
+        raise RunFolderError(
+            "something that is no folder has the name of a cell's",
+            got=run.path,
+            remedy="Move it away, or choose another --out",
+        )
     run.recover()
     begun = state == "waiting" and run.config_path.exists()
     undone = state in ("trained", "finished") and not has_all_steps(run)

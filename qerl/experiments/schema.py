@@ -173,6 +173,7 @@ def _name_problem(matrix: MatrixConfig) -> str | None:
         return f"name {matrix.name!r} may hold letters, digits, _ . + and no -"
     for what, names in (
         ("arm", [arm.name for arm in matrix.arms]),
+        ("arm label", [arm.label or arm.name for arm in matrix.arms]),
         ("evaluation", [final.name for final in matrix.final]),
     ):
         twice = sorted({name for name in names if names.count(name) > 1})

@@ -195,4 +195,8 @@ def target_text(arm: ArmRow, cost: str) -> str:
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |" for line in lines)
+    # A label may have several lines, a row may not.
+    return "\n".join(
+        "| " + " | ".join(" ".join(str(cell).splitlines()).replace("|", "\\|") for cell in line) + " |"
+        for line in lines
+    )

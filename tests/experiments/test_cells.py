@@ -127,6 +127,7 @@ def test_a_choice_is_not_judged_on_the_seeds_that_made_it(tmp_path):
         (r"unknown key armz.*did you mean arms", {"armz": []}),
         (r"arms\.0\.sett.*did you mean set", {"arms": [{"name": "a", "sett": {}}]}),
         (r"named twice", {"arms": [ARMS[0], ARMS[0]]}),
+        (r"arm label A is named twice", {"arms": [{"name": "x", "label": "A"}, {"name": "A"}]}),
         (r"may hold letters", {"arms": [{"name": "a-b"}]}),
         (r"unknown arm 'none'", {"compare": [["plain", "none"]]}),
         (r"unknown key optim\.lrr", {"axes": {"optim.lrr": [1]}}),

@@ -209,3 +209,17 @@ def test_places_and_manifests_that_cannot_be_are_messages(tmp_path):
     assert result.exit_code == 2 and "axes" in result.stderr
     close = write_matrix(tmp_path, axes={"optim.lr": [0.001, 0.0010000001]})
     assert "plain-lr0.0010000001-s0" in qerl("matrix", close, "--dry-run", "--out", tmp_path / "new").output
+
+
+def test_what_is_no_folder_is_not_taken_for_one(tmp_path):
+    path, out = write_matrix(tmp_path), tmp_path / "out"
+    for name, place, words in (
+        ("noisy-s0", out / "noisy-s0", "no folder has the name of a cell's"),
+        ("locks", out / ".running", "cannot be written"),
+    ):
+        out.mkdir(exist_ok=True)
+        place.write_text("mine")
+        shown = qerl("matrix", path, "--out", out, "--one-process")
+        assert shown.exit_code == 2 and words in " ".join(shown.stderr.split()), (name, shown.output, shown.stderr)
+        assert place.read_text() == "mine" and not (out / "plain-s0").exists()
+        place.unlink()

@@ -57,6 +57,11 @@ def test_one_two_and_three_seeds_have_the_intervals_that_they_can_have():
         assert "nan" not in markdown([comparison]).lower() + render_arms([comparison]).split("<script", 1)[0].lower()
 
 
+def test_a_label_of_two_lines_has_one_row():
+    found = compared(cell("a", 0, 0.30, label="first\nsecond | third"))
+    assert "| first second \\| third | 30.0 |" in markdown([found])
+
+
 def test_a_cell_that_the_machine_ended_is_open_and_not_collapsed():
     """Memory that ran out beside other cells says nothing of the arm that it struck."""
     killed = cell("a", 1, None, state="failed", error="OutOfMemoryError: CUDA out of memory")

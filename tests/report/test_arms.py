@@ -226,6 +226,16 @@ def test_runs_that_belong_to_no_matrix_are_arms_by_their_settings(tmp_path):
     assert "Runs side by side" in Page(out.read_text()).text
 
 
+def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path):
+    for number, rate in enumerate(("0.0003", "0.001")):
+        run = write_fake_run(tmp_path / f"try{number}" / "demo", steps=4)
+        run.write_text(run.config_path, run.config_path.read_text().replace("lr: 0.0003", f"lr: {rate}"))
+    other = write_fake_run(tmp_path / "other", steps=4)
+    (found,) = compare_cells(read_cells([tmp_path / "try0" / "demo", tmp_path / "try1" / "demo", other.path]))
+    assert [[row.name for row in arm.seeds] for arm in found.arms] == [["try0/demo", "other"], ["try1/demo"]]
+    assert [arm.label for arm in found.arms] == ["try0/demo", "try1/demo"]
+
+
 def test_a_run_that_is_given_twice_is_refused(tmp_path, results):
     run = write_fake_run(tmp_path / "one", steps=4).path
     (tmp_path / "link").symlink_to(run)
