@@ -10,7 +10,7 @@ from torch.nn import functional as F
 def forward(gate_up_TX: Tensor) -> Tensor:
     """See `qerl.kernels.activation.silu_mul`."""
     gate_TF, up_TF = gate_up_TX.chunk(2, dim=-1)
-    return F.silu(gate_TF) * up_TF
+    return F.silu(gate_TF).mul_(up_TF)
 
 
 def backward(grad_TF: Tensor, gate_up_TX: Tensor) -> Tensor:

@@ -57,7 +57,7 @@ def attend(q_BHd: Tensor, k_cache_PLKd: Tensor, v_cache_PLKd: Tensor, rows: Cach
         q_BHd.view(batch, kv_heads, heads // kv_heads, size),
         of_rows(k_cache_PLKd),
         of_rows(v_cache_PLKd),
-        attn_mask=rows.visible_B11L,
+        attn_mask=rows.mask_B11L(q_BHd.dtype),
         scale=scale,
     )
     return o_BKGd.reshape(batch, heads, size)

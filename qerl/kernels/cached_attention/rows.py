@@ -52,6 +52,7 @@ class CacheRows:
         self.table_BN = table_BN
         self.shared = shared
         self._longest = longest
+        self._masks: dict[torch.dtype, Tensor] = {}
 
     @cached_property
     def _position_B(self) -> Tensor:
@@ -73,7 +74,11 @@ class CacheRows:
         longest = int(self.lengths_B.max()) if self._longest is None else self._longest
         return min(longest + 1, self.page_tokens)
 
-    @cached_property
-    def visible_B11L(self) -> Tensor:
-        """bool [B, 1, 1, end]: the tokens that a row attends to, its new one included."""
-        return (torch.arange(self.end, device=self.lengths_B.device) <= self._position_B[:, None])[:, None, None]
+    def mask_B11L(self, dtype: torch.dtype) -> Tensor:
+        """[B, 1, 1, end]: 0 for the tokens that a row attends to, its new one included, and -inf for others. In ``dtype`` and not bool, which
+        torch's attention would turn into this in every layer."""
+        if dtype not in self._masks:
+            beyond_BL = torch.arange(self.end, device=self.lengths_B.device) > self._position_B[:, None]
+            mask_BL = torch.zeros(beyond_BL.shape, dtype=dtype, device=beyond_BL.device)
+            self._masks[dtype] = mask_BL.masked_fill_(beyond_BL, float("-inf"))[:, None, None]
+        return self._masks[dtype]

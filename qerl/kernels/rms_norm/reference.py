@@ -29,8 +29,8 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """(h [T, D] in `dtype`, inverse root mean square [T, 1])."""
     x = x_TD.to(wide_type(x_TD))
-    inverse = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
-    return (x * inverse * scale(weight_D, noise, x.dtype)).to(dtype), inverse
+    inverse = x.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+    return (x * inverse).mul_(scale(weight_D, noise, x.dtype)).to(dtype), inverse
 
 
 def add_forward(

@@ -17,7 +17,7 @@ def rotate(x_TNd: Tensor, rotation: tuple[Tensor, Tensor], dtype: torch.dtype | 
     """
     cos_T1d, sin_T1d = rotation
     x = x_TNd.float()
-    return (x * cos_T1d + x.roll(x.shape[-1] // 2, -1) * sin_T1d).to(dtype or x_TNd.dtype)
+    return x.roll(x.shape[-1] // 2, -1).mul_(sin_T1d).add_(x * cos_T1d).to(dtype or x_TNd.dtype)
 
 
 def rope(

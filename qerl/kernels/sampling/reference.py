@@ -11,6 +11,9 @@ from qerl.kernels.philox.reference import uniform_at
 BLOCK = 128
 """Tokens per block of the two-level inversion: only the sum of each block and one block a row are summed in float64."""
 
+SUMMED_AT_ONCE = 1 << 17
+"""Weights whose blocks are summed at once: they, and the float64 copy that torch makes of them, stay in a processor's cache."""
+
 NUCLEUS_HEAD = 1024
 """Likeliest tokens among which top-p looks for its set before it sorts the whole vocabulary."""
 
@@ -19,11 +22,9 @@ def draw_token(logits_BV: Tensor, uniform_B: Tensor | None, temperature: float |
     """See `qerl.kernels.sampling.draw_token`."""
     top_B1 = logits_BV.amax(-1, keepdim=True)
     if uniform_B is None:
-        logprob_B = -(logits_BV - top_B1).exp_().sum(-1, dtype=torch.float64).log().float()
-        return logits_BV.argmax(-1), logprob_B
-    weights_BV = token_weights(logits_BV, top_B1, temperature)
-    sums_BN = block_sums(weights_BV)
-    tokens_B = invert(weights_BV, sums_BN, uniform_B)
+        return logits_BV.argmax(-1), -weight_sums(logits_BV, top_B1, 1.0).sum(-1).log().float()
+    sums_BN = weight_sums(logits_BV, top_B1, temperature)
+    tokens_B = invert(logits_BV, top_B1, temperature, sums_BN, uniform_B)
     return tokens_B, token_logprobs(logits_BV, top_B1, temperature, tokens_B, sums_BN.sum(-1))
 
 
@@ -85,25 +86,30 @@ def token_logprobs(
     return (scaled_B - total_B.log()).float()
 
 
-def blocks(weights_BV: Tensor) -> Tensor:
-    """[B, N, C] view of the vocabulary, padded with zeros where V is no multiple of the block."""
+def block_sums(weights_BV: Tensor) -> Tensor:
+    """float64 [B, N]: sum of each block; the last may be a part of one."""
     padding = -weights_BV.shape[-1] % BLOCK
     if padding:
         weights_BV = functional.pad(weights_BV, (0, padding))
-    return weights_BV.unflatten(-1, (-1, BLOCK))
+    return weights_BV.unflatten(-1, (-1, BLOCK)).sum(-1, dtype=torch.float64)
 
 
-def block_sums(weights_BV: Tensor) -> Tensor:
-    """float64 [B, N]: sum of each block."""
-    return blocks(weights_BV).sum(-1, dtype=torch.float64)
+def weight_sums(logits_BV: Tensor, top_B1: Tensor, temperature: float | Tensor) -> Tensor:
+    """float64 [B, N]: `block_sums` of the weights, which are held for a few rows at a time."""
+    rows = max(1, SUMMED_AT_ONCE // logits_BV.shape[-1])
+    parts = zip(logits_BV.split(rows), top_B1.split(rows), strict=True)
+    return torch.cat([block_sums(token_weights(part_BV, part_B1, temperature)) for part_BV, part_B1 in parts])
 
 
-def invert(weights_BV: Tensor, sums_BN: Tensor, uniform_B: Tensor) -> Tensor:
+def invert(
+    logits_BV: Tensor, top_B1: Tensor, temperature: float | Tensor, sums_BN: Tensor, uniform_B: Tensor
+) -> Tensor:
     """int64 [B]: first token whose cumulative weight exceeds uniform * total, found by block, then inside it."""
     block_B, rest_B = _first_above(sums_BN, uniform_B.double() * sums_BN.sum(-1))
-    row_B = torch.arange(len(weights_BV), device=weights_BV.device)
-    inside_BC = blocks(weights_BV)[row_B, block_B].double()
-    return block_B * BLOCK + _first_above(inside_BC, rest_B)[0]
+    token_BC = block_B[:, None] * BLOCK + torch.arange(BLOCK, device=logits_BV.device)
+    outside_BC = token_BC >= logits_BV.shape[-1]
+    inside_BC = logits_BV.gather(-1, token_BC.masked_fill(outside_BC, 0)).masked_fill_(outside_BC, float("-inf"))
+    return block_B * BLOCK + _first_above(token_weights(inside_BC, top_B1, temperature).double(), rest_B)[0]
 
 
 def _first_above(weights_BN: Tensor, target_B: Tensor) -> tuple[Tensor, Tensor]:
