@@ -13,6 +13,7 @@ from qerl.kernels.cached_attention.rows import CacheRows
 from qerl.kernels.cached_attention.storage import raw, write
 from qerl.kernels.rope import HeadBias, HeadNorms
 from qerl.kernels.rope import reference as rope
+from qerl.kernels.types import as_type
 
 
 def cached_attention(
@@ -51,7 +52,7 @@ def attend(q_BHd: Tensor, k_cache_PLKd: Tensor, v_cache_PLKd: Tensor, rows: Cach
             of_rows_BLKd = cache_PLKd[:batch, : rows.end]
         else:
             of_rows_BLKd = raw(cache_PLKd)[rows.table_BN].view(cache_PLKd.dtype).flatten(1, 2)
-        return of_rows_BLKd.to(q_BHd.dtype).transpose(1, 2)
+        return as_type(of_rows_BLKd, q_BHd.dtype).transpose(1, 2)
 
     o_BKGd = scaled_dot_product_attention(
         q_BHd.view(batch, kv_heads, heads // kv_heads, size),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from qerl.kernels.types import as_type
+
 FP8 = torch.float8_e4m3fn
 FP8_LARGEST = 448.0
 
@@ -12,7 +14,7 @@ FP8_LARGEST = 448.0
 def stored(values: Tensor, dtype: torch.dtype) -> Tensor:
     """Values in the type of a cache."""
     if dtype != FP8:
-        return values.to(dtype)
+        return as_type(values, dtype)
     return values.float().clamp(-FP8_LARGEST, FP8_LARGEST).to(FP8)
 
 

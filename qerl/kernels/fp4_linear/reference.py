@@ -16,6 +16,7 @@ from torch.nn.functional import linear
 
 from qerl.formats import PackedWeight, get_format
 from qerl.kernels.fp4_linear.adapter import Placement, columns_of
+from qerl.kernels.types import as_type
 
 
 def forward(
@@ -35,7 +36,7 @@ def forward(
     for place, b in zip(placements, b_OR, strict=True):
         h_TR = columns_of(inner[place.a_index], place.ranks)
         add_product(columns_of(y_TO, place.rows), h_TR, b.T, alpha=place.scale)
-    return y_TO.to(dtype), inner
+    return as_type(y_TO, dtype), inner
 
 
 def shrunk(
@@ -90,7 +91,8 @@ def _base(
     """x W_hat^T + bias [T, O], in `dtype`, or in the accumulator's when the storage has a divisor."""
     if dense_OI is not None and not _sums_in(dtype, x_TI):
         # The bias goes into the product, as in any framework's dense layer: float32 results then round alike.
-        return linear(x_TI, dense_OI.to(x_TI.dtype), None if bias_O is None else bias_O.to(x_TI.dtype)).to(dtype)
+        bias_O = None if bias_O is None else as_type(bias_O, x_TI.dtype)
+        return as_type(linear(x_TI, as_type(dense_OI, x_TI.dtype), bias_O), dtype)
     divisor_O = None
     if dense_OI is not None:
         values_OI = dense_OI.to(x_TI.dtype)

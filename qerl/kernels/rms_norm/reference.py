@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from qerl.kernels.rms_norm.noise import NormNoise, noise_values
+from qerl.kernels.types import as_type
 
 
 def wide_type(x: Tensor) -> torch.dtype:
@@ -20,17 +21,17 @@ def prepare(noise: NormNoise | None, x_TD: Tensor) -> tuple[Tensor | None, None]
 
 def scale(weight_D: Tensor, noise: Tensor | None, dtype: torch.dtype) -> Tensor:
     """w + z: [D], or [T, D] when every token has its own noise."""
-    weight_D = weight_D.to(dtype)
-    return weight_D if noise is None else weight_D + noise.to(dtype)
+    weight_D = as_type(weight_D, dtype)
+    return weight_D if noise is None else weight_D + as_type(noise, dtype)
 
 
 def forward(
     x_TD: Tensor, weight_D: Tensor, eps: float, noise: Tensor | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """(h [T, D] in `dtype`, inverse root mean square [T, 1])."""
-    x = x_TD.to(wide_type(x_TD))
+    x = as_type(x_TD, wide_type(x_TD))
     inverse = x.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
-    return (x * inverse).mul_(scale(weight_D, noise, x.dtype)).to(dtype), inverse
+    return as_type((x * inverse).mul_(scale(weight_D, noise, x.dtype)), dtype), inverse
 
 
 def add_forward(

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from qerl.kernels.rms_norm import NormNoise, noise_values, rms_norm
 from qerl.kernels.rope.norms import HeadBias, HeadNorms
+from qerl.kernels.types import as_type
 
 
 def rotate(x_TNd: Tensor, rotation: tuple[Tensor, Tensor], dtype: torch.dtype | None = None) -> Tensor:
@@ -17,7 +18,7 @@ def rotate(x_TNd: Tensor, rotation: tuple[Tensor, Tensor], dtype: torch.dtype | 
     """
     cos_T1d, sin_T1d = rotation
     x = x_TNd.float()
-    return x.roll(x.shape[-1] // 2, -1).mul_(sin_T1d).add_(x * cos_T1d).to(dtype or x_TNd.dtype)
+    return as_type(x.roll(x.shape[-1] // 2, -1).mul_(sin_T1d).add_(x * cos_T1d), dtype or x_TNd.dtype)
 
 
 def rope(
@@ -39,8 +40,8 @@ def rope(
         q_THd, k_TKd, v_TKd = plain
         return q_THd.to(dtype), (k_TKd - bias.shift_Kd).to(dtype), v_TKd.to(dtype)
     tokens, size = qkv_TX.shape[0], cos_Pd.shape[-1]
-    qk_TX, v_TX = qkv_TX.split(((heads + kv_heads) * size, kv_heads * size), dim=-1)
-    qk_TNd = qk_TX.reshape(tokens, heads + kv_heads, size)
+    heads_TNd = qkv_TX.reshape(tokens, heads + 2 * kv_heads, size)
+    qk_TNd, v_TKd = heads_TNd.split_with_sizes((heads + kv_heads, kv_heads), dim=1)
     if norms is not None:
         q_THd, k_TKd = qk_TNd.split((heads, kv_heads), dim=1)
         q_THd = head_norm(q_THd, norms.q_weight_d, norms.eps, norms.q_noise, kernel="reference")
@@ -49,8 +50,8 @@ def rope(
     if positions_T is not None:
         cos_Pd, sin_Pd = cos_Pd.index_select(0, positions_T), sin_Pd.index_select(0, positions_T)
     turned_TNd = rotate(qk_TNd, (cos_Pd.unsqueeze(1), sin_Pd.unsqueeze(1)), dtype)
-    q_THd, k_TKd = turned_TNd.split((heads, kv_heads), dim=1)
-    return q_THd, k_TKd, v_TX.reshape(tokens, kv_heads, size).to(dtype)
+    q_THd, k_TKd = turned_TNd.split_with_sizes((heads, kv_heads), dim=1)
+    return q_THd, k_TKd, as_type(v_TKd, dtype)
 
 
 def head_norm(x_TNd: Tensor, weight_d: Tensor, eps: float, noise: NormNoise | None, *, kernel: str) -> Tensor:
