@@ -35,7 +35,7 @@ def cached_attention(
     q_BHd, k_BKd, v_BKd = rope.rope(qkv_BX, None, *rotation, heads, kv_heads, norms, bias, dtype)
     for cache_PLKd, values_BKd in ((k_cache_PLKd, k_BKd), (v_cache_PLKd, v_BKd)):
         write(cache_PLKd, rows.place_B, values_BKd)
-    return attend(q_BHd, k_cache_PLKd, v_cache_PLKd, rows, scale).to(output_dtype or q_BHd.dtype)
+    return as_type(attend(q_BHd, k_cache_PLKd, v_cache_PLKd, rows, scale), output_dtype or q_BHd.dtype)
 
 
 def attend(q_BHd: Tensor, k_cache_PLKd: Tensor, v_cache_PLKd: Tensor, rows: CacheRows, scale: float) -> Tensor:

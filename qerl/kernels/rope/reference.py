@@ -18,7 +18,7 @@ def rotate(x_TNd: Tensor, rotation: tuple[Tensor, Tensor], dtype: torch.dtype | 
     """
     cos_T1d, sin_T1d = rotation
     x = x_TNd.float()
-    return as_type(x.roll(x.shape[-1] // 2, -1).mul_(sin_T1d).add_(x * cos_T1d), dtype or x_TNd.dtype)
+    return as_type((x.roll(x.shape[-1] // 2, -1) * sin_T1d).add_(x * cos_T1d), dtype or x_TNd.dtype)
 
 
 def rope(
