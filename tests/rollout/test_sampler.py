@@ -68,7 +68,8 @@ SPECS = [
     "spec", SPECS, ids=lambda spec: f"T{spec.temperature}-k{spec.top_k}-p{spec.top_p}-m{spec.min_p}"
 )
 @pytest.mark.parametrize("vocabulary", [57, BLOCK, 3 * BLOCK + 5])
-def test_tokens_and_both_logprobs_equal_the_float64_oracle(spec, vocabulary):
+def test_tokens_and_both_logprobs_equal_the_float64_oracle(spec, vocabulary, monkeypatch):
+    monkeypatch.setattr(reference, "SUMMED_AT_ONCE", 1000)  # rows in several groups, the last of them smaller
     generator = np.random.default_rng(vocabulary)
     logits = (generator.standard_normal((64, vocabulary)) * 3).astype(np.float32)
     uniforms = generator.random(64).astype(np.float32)
@@ -187,7 +188,8 @@ def test_frequencies_over_keyed_uniforms_fit_the_distribution(spec):
     assert chi_square < freedom + 4 * math.sqrt(2 * freedom)
 
 
-def test_a_row_is_chosen_the_same_alone_and_in_a_batch():
+def test_a_row_is_chosen_the_same_alone_and_in_a_batch(monkeypatch):
+    monkeypatch.setattr(reference, "SUMMED_AT_ONCE", 7000)
     generator = torch.Generator().manual_seed(1)
     logits = torch.randn(33, 1000, generator=generator)
     uniforms = torch.rand(33, generator=generator)
