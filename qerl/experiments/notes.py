@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from qerl.experiments.pairs import Cell
 from qerl.experiments.statistics import pooled_variance
 from qerl.report.comparison import ArmRow
 from qerl.report.text import brief, plain
+
+if TYPE_CHECKING:
+    from qerl.experiments.pairs import Cell
 
 WHOLE = ("finished", "trained")
 """States of runs that made all their steps."""
@@ -65,7 +67,7 @@ def notes(
         found.append("Cells shared a process: the resident peak of each is that of all before it too.")
     found += _beside(cells)
     if len(policy(with_config).split("; ")) > 1:
-        found.append("The runs were not evaluated under one policy; their accuracies cannot be compared.")
+        found.append("The runs were not evaluated under one policy: arms that differ in it are not held against each other.")
     machines = {machine([cell]) for cell in cells if cell.get("machine")}
     if len(machines) > 1:
         found.append(

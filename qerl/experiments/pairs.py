@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from qerl.eval.intervals import mcnemar_exact, paired_difference
+from qerl.experiments.notes import policy
 from qerl.experiments.statistics import detectable_difference, difference_of_means, holm, pooled_variance, t_interval
 from qerl.experiments.summary import asked, shares_of
 from qerl.report.comparison import ArmRow, Difference, PairRow, PooledDifference, SeedTest, Spread
@@ -38,7 +39,8 @@ def spread(values: Iterable[float | None], *, share: bool = False) -> Spread | N
 def pair_rows(
     by_arm: Mapping[str, Sequence[Cell]], arms: Sequence[ArmRow], known: Mapping[str, Any], phase: str
 ) -> list[PairRow]:
-    """The comparisons the matrix states; without one, every arm against the first."""
+    """The comparisons the matrix states; without one, every arm against the first. Arms that were not evaluated under one policy are not
+    held against each other."""
     detectable = {(row["first"], row["second"]): row["difference"] for row in known.get("detectable", ())}
     names = {arm.key: str(by_arm[arm.key][0].get("arm") or arm.key) for arm in arms}
     if phase == "tune" or len(arms) < 2:
@@ -53,6 +55,7 @@ def pair_rows(
         ]
     else:
         asked = [(arms[0], arm) for arm in arms[1:]]
+    asked = [(a, b) for a, b in asked if _under_one_policy([*by_arm[a.key], *by_arm[b.key]])]
     detect = (known.get("plan") or {}).get("detect")
     scatter, freedom = pooled_variance(
         [*(arm.after.values for arm in arms if arm.after is not None), *known.get("scatter", ())]
@@ -73,6 +76,10 @@ def pair_rows(
     return [
         row if row.pooled is None else replace(row, pooled=replace(row.pooled, p_value=next(corrected))) for row in rows
     ]
+
+
+def _under_one_policy(cells: Sequence[Cell]) -> bool:
+    return len({policy([cell]) for cell in cells if cell["evaluations"] and cell.get("config")}) <= 1
 
 
 def _pooled(a: ArmRow, b: ArmRow, scatter: float, freedom: int) -> PooledDifference | None:

@@ -109,6 +109,8 @@ def test_a_cell_that_was_never_evaluated_is_not_of_another_policy():
     assert not any("policy" in note for note in found.notes)
     other = compared(evaluated("a", 0, 0.30, 1319), evaluated("b", 0, 0.30, 200))
     assert any("not evaluated under one policy" in note for note in other.notes)
+    assert not other.pairs, "a difference of accuracies on other questions is none"
+    assert len(compared(evaluated("a", 0, 0.30, 1319), evaluated("b", 0, 0.30, 1319)).pairs) == 1
 
 
 def test_cells_beside_others_are_named_unless_all_were():
