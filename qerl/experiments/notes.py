@@ -67,7 +67,9 @@ def notes(
         found.append("Cells shared a process: the resident peak of each is that of all before it too.")
     found += _beside(cells)
     if len(policy(with_config).split("; ")) > 1:
-        found.append("The runs were not evaluated under one policy: arms that differ in it are not held against each other.")
+        found.append(
+            "The runs were not evaluated under one policy: arms that differ in it are not held against each other."
+        )
     machines = {machine([cell]) for cell in cells if cell.get("machine")}
     if len(machines) > 1:
         found.append(
