@@ -192,6 +192,12 @@ def _reference_problem(matrix: MatrixConfig) -> str | None:
     for where, name in asked:
         if name not in names:
             return f"{where} names an unknown arm {name!r}; arms are {', '.join(names)}"
+    asked_for = [frozenset(pair) for pair in matrix.compare]
+    for pair, arms in zip(matrix.compare, asked_for, strict=True):
+        # Every question that is asked makes the p-values of the others larger (Holm).
+        if len(arms) == 1 or asked_for.count(arms) > 1:
+            what = "holds an arm against itself" if len(arms) == 1 else "asks one question twice"
+            return f"compare {what}: {', '.join(pair)}"
     for arm in matrix.arms:
         other = next((a for a in matrix.arms if arm.match_temperature and a.name == arm.match_temperature.arm), None)
         if other is not None and other.match_temperature is not None:

@@ -128,6 +128,8 @@ def test_a_choice_is_not_judged_on_the_seeds_that_made_it(tmp_path):
         (r"arms\.0\.sett.*did you mean set", {"arms": [{"name": "a", "sett": {}}]}),
         (r"named twice", {"arms": [ARMS[0], ARMS[0]]}),
         (r"arm label A is named twice", {"arms": [{"name": "x", "label": "A"}, {"name": "A"}]}),
+        (r"an arm against itself: plain, plain", {"compare": [["plain", "plain"]]}),
+        (r"one question twice", {"compare": [["plain", "noisy"], ["noisy", "plain"]]}),
         (r"may hold letters", {"arms": [{"name": "a-b"}]}),
         (r"unknown arm 'none'", {"compare": [["plain", "none"]]}),
         (r"unknown key optim\.lrr", {"axes": {"optim.lrr": [1]}}),
