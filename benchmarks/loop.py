@@ -1,12 +1,13 @@
 """Seconds by stage of whole steps of ``qerl train``, rewards, records, diagnostics and noise among them: of a real model, or on random weights.
 
-    python benchmarks/loop.py --model Qwen2.5-Coder-0.5B-Instruct [--data gsm8k] [--out results/loop_real_05b.json] [--steps 12] [--beside key=value] [key=value ...]
+    python benchmarks/loop.py --model Qwen2.5-Coder-0.5B-Instruct [--data gsm8k] [--out results/loop_real_05b.json] [--steps 12] [--beside key=value ...] [key=value ...]
     python benchmarks/loop.py [--out FILE] [--steps 12] [--size 0.5B] [--tiny] [key=value ...]
 
 Trains ``configs/gsm8k_05b_nvfp4_aqn.yaml`` (32 prompts x 8 answers of at most 512 tokens, NVFP4, rank 32, AQN): half of the steps without noise, half with the
 largest. The first step of each half captures its graphs; what is called settled is the others, clean and noisy ones apart: median, least
 and most of seconds by stage, of tokens, and of how far the engine's log-probs are from the trainer's. ``memory`` is the run's ``memory.json``: bytes by owner and phase,
-predicted and measured. With ``--beside`` a second run follows, of the same model, data and seed with these settings changed.
+predicted and measured. With ``--beside`` (once for each setting) a second run follows, of the same model, data and seed with these settings changed;
+what the first one gave is in the file before it begins, and it does not begin where the first was interrupted.
 
 Without ``--model`` it trains on a folder that is made
 for it: a Qwen2.5 of the given size with random weights, a tokenizer of as many words, questions of about 90 words. So many tokens
@@ -178,7 +179,7 @@ def main() -> None:
         "--seconds", type=float, help="of each run: no step is begun that would end later, by the longest so far"
     )
     parser.add_argument(
-        "--beside", nargs="+", default=[], metavar="key=value", help="settings of a second run beside the first"
+        "--beside", action="append", default=[], metavar="key=value", help="a setting of a second run; may be repeated"
     )
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("settings", nargs="*", metavar="key=value")
@@ -192,24 +193,30 @@ def main() -> None:
         else:
             own = made_folder(folder, arguments.size, tiny=arguments.tiny)
         asked = [*settings, f"train.steps={arguments.steps}", *own, f"run.dir={folder}", *arguments.settings]
-        found = trained(asked, arguments.seconds)
-        if arguments.beside:
+        found, whole = trained(asked, arguments.seconds)
+        keep(arguments.out, settings, found)
+        if arguments.beside and whole:
             gc.collect()
-            other = trained([*asked, *arguments.beside, "run.name=beside"], arguments.seconds)
-            found["beside"] = {"settings": arguments.beside, **other}
-    if arguments.out is not None:
-        write_result(arguments.out, settings=settings, **found)
-    for run in (found, found.get("beside")):
-        if run is not None:
-            print(json.dumps({key: run[key] for key in ("settings", "plan", "settled") if key in run}, indent=1))
+            other, _ = trained([*asked, *arguments.beside, "run.name=beside"], arguments.seconds)
+            keep(arguments.out, settings, found | {"beside": {"settings": arguments.beside, **other}})
 
 
-def trained(settings: list[str], seconds: float | None) -> dict[str, Any]:
-    """What a run with these settings says of itself. An interrupt ends it after its step; what there is by then is shown."""
+def keep(out: Path | None, settings: list[str], found: dict[str, Any]) -> None:
+    """Write what there is so far, and show the run that has just ended."""
+    if out is not None:
+        write_result(out, settings=settings, **found)
+    run = found.get("beside", found)
+    print(json.dumps({key: run[key] for key in ("settings", "plan", "settled") if key in run}, indent=1), flush=True)
+
+
+def trained(settings: list[str], seconds: float | None) -> tuple[dict[str, Any], bool]:
+    """(what a run with these settings says of itself, whether nothing interrupted it). An interrupt ends it after its step."""
     made = load_config(ROOT / "configs" / "gsm8k_05b_nvfp4_aqn.yaml", settings)
+    whole = False
     with contextlib.suppress(RunStopped):
         train(made, deadline=Deadline(seconds))
-    return result(RunDir.open(Path(made.run.dir) / made.run.name))
+        whole = True
+    return result(RunDir.open(Path(made.run.dir) / made.run.name)), whole
 
 
 def made_folder(folder: Path, size: str, *, tiny: bool) -> list[str]:

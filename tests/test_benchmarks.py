@@ -233,24 +233,6 @@ def module(monkeypatch):
     return lambda name: importlib.import_module(f"benchmarks.{name}")
 
 
-def test_clean_and_noisy_steps_of_a_loop_are_told_apart_without_those_that_begin_a_stage(module):
-    loop = module("loop")
-    rows = [
-        {name: 0.0 for name in loop.SUMMED_UP if name != "mean_abs_prob_difference"}
-        | {"step": step, "aqn/sigma": sigma, "time/step": seconds}
-        for step, sigma, seconds in ((1, 0.0, 9.0), (2, 0.0, 1.0), (3, 0.0, 1.5), (4, 0.1, 9.0), (5, 0.1, 2.0), (6, 0.1, 4.0), (7, 0.1, 3.0))
-    ]  # fmt: skip
-    rows[2]["mean_abs_prob_difference"] = 0.5
-    found = loop.summarize(rows)
-    assert found["clean"]["steps"] == [2, 3] and found["clean"]["sigma"] == [0.0]
-    assert found["noisy"]["steps"] == [5, 6, 7] and found["noisy"]["sigma"] == [0.1]
-    assert found["noisy"]["time/step"] == {"median": 3.0, "least": 2.0, "most": 4.0}
-    assert found["clean"]["time/step"]["median"] == 1.25
-    assert (
-        found["clean"]["mean_abs_prob_difference"]["most"] == 0.5 and "mean_abs_prob_difference" not in found["noisy"]
-    )
-
-
 def test_a_command_is_recorded_without_paths_of_the_machine(module):
     stored = module("stored")
     given = [

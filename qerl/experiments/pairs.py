@@ -46,7 +46,7 @@ def pair_rows(
     if phase == "tune" or len(arms) < 2:
         return []
     if detectable:
-        asked = [
+        stated = [
             (a, b)
             for first, second in detectable
             for a in arms
@@ -54,8 +54,8 @@ def pair_rows(
             if names[a.key] == first and names[b.key] == second and (a.axes == b.axes or phase == "final")
         ]
     else:
-        asked = [(arms[0], arm) for arm in arms[1:]]
-    asked = [(a, b) for a, b in asked if _under_one_policy([*by_arm[a.key], *by_arm[b.key]])]
+        stated = [(arms[0], arm) for arm in arms[1:]]
+    stated = [(a, b) for a, b in stated if _under_one_policy([*by_arm[a.key], *by_arm[b.key]])]
     detect = (known.get("plan") or {}).get("detect")
     scatter, freedom = pooled_variance(
         [*(arm.after.values for arm in arms if arm.after is not None), *known.get("scatter", ())]
@@ -70,7 +70,7 @@ def pair_rows(
             detectable_now=_detectable_now(a, b, detect),
             pooled=_pooled(a, b, scatter, freedom),
         )
-        for a, b in asked
+        for a, b in stated
     ]
     corrected = iter(holm([row.pooled.p_value for row in rows if row.pooled is not None]))
     return [

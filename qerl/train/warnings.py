@@ -153,7 +153,9 @@ def step_warnings(config: Config, metrics: Metrics) -> list[Notice]:
         )
     if metrics.get("frac_reward_zero_std") == 1.0:
         found.append(_all_equal(metrics))
-    answers = config.rollout.prompts_per_step * config.rollout.group_size
+    # Dynamic sampling draws more prompts than it is asked for.
+    drawn = metrics.get("sampling/groups_kept", 0.0) + metrics.get("sampling/groups_dropped", 0.0)
+    answers = round(drawn or config.rollout.prompts_per_step) * config.rollout.group_size
     if text := preemption_warning(metrics.get("rollout/preemptions", 0.0), answers):
         found.append(Notice(key="preempted", text=text))
     same_noise = config.objective.noise == "replayed" or metrics["aqn/sigma"] == 0.0

@@ -57,6 +57,10 @@ def test_answers_that_were_computed_again_are_told_with_what_helps_where_they_ar
     assert list(found) == ["preempted"]
     for words in ("put back 4 times, of 32", "rollout.max_num_seqs", "rollout.kv_cache_gb"):
         assert words in found["preempted"]
+    # Of all that were drawn, where some were left out.
+    rounds = {"sampling__groups_kept": 4, "sampling__groups_dropped": 6}
+    assert step(*settings, rollout__preemptions=8, **rounds) == {}
+    assert "put back 9 times, of 80" in step(*settings, rollout__preemptions=9, **rounds)["preempted"]
 
 
 @pytest.mark.parametrize(
