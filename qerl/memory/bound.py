@@ -16,6 +16,8 @@ from qerl.units import GB, bytes_text
 OUTSIDE = int(0.9 * GB)
 """What a process takes of a GPU beside torch's allocator and lent memory: its context, kernels and graphs. .79 to .86 GB on an H200."""
 _WANTED = re.compile(r"Tried to \w+ ([\d.]+) (KiB|MiB|GiB)")
+_LAST_DIGIT = 0.01
+"""Of that number: what was wanted is at most so much more."""
 _UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 _SMALLER = "train.token_budget, rollout.max_num_seqs or rollout.kv_cache_gb (`qerl plan` says what each needs)"
 
@@ -78,13 +80,13 @@ def shortage(config: Config, device: torch.device, said: str) -> DeviceMemoryErr
         said: the message of who asked in vain; how much that was is taken from it where it says so.
     """
     found = _WANTED.search(said)
-    wanted = int(float(found[1]) * _UNITS[found[2]]) if found else 0
+    wanted, unsaid = (int(float(part) * _UNITS[found[2]]) for part in (found[1], _LAST_DIGIT)) if found else (0, 0)
     more = f", and {bytes_text(wanted)} were asked for" if wanted else ""
     free, total = torch.cuda.mem_get_info(device)
     ours = torch.cuda.memory_reserved(device) + lent_bytes(device)[0]
     tensors = torch.cuda.memory_allocated(device) + lent_bytes(device)[0]
     own, share = f"{bytes_text(ours)} reserved ({bytes_text(tensors)} in tensors)", share_of(device)
-    if share < total and ours + wanted > share:
+    if share < total and ours + wanted + unsaid > share:
         given = (
             ""
             if isinstance(config.train.memory_budget, str)

@@ -121,6 +121,7 @@ SAID = "CUDA out of memory. Tried to allocate 1.00 GiB. GPU 0 has a total capaci
     ("reserved", "free", "setting", "crowded", "words"),
     [
         (27.5, 70, "28", False, ["27.5 GB reserved (13.8 GB in tensors), and 1.07 GB were", "most 28.0 GB", "Raise train"]),
+        (28 - 1.078, 70, "28", False, ["26.9 GB reserved", "most 28.0 GB"]),
         (8.0, 0.3, "28", True, ["300 MB free", "all else on the GPU 91.7 GB", "through other processes", "fewer beside"]),
         (8.0, 0.3, "auto", True, ["this run has 8.00 GB reserved", "memory_budget=GB"]),
         (98.0, 0.3, "auto", False, ["300 MB free", "all else on the GPU 1.70 GB", "Lower train.token_budget"]),
