@@ -12,7 +12,7 @@ from typing import Any
 from qerl.errors import RunFolderError
 from qerl.experiments.manifest import Manifest
 from qerl.experiments.summary import SUMMARY_FILE, load_summary
-from qerl.metrics.files import write_json
+from qerl.metrics.files import to_json, whole_file, write_json
 from qerl.metrics.run_dir import MATRIX_NAME, RunDir
 
 CELL_KEYS = ("state", "arm", "seed", "phase", "axes", "error", "collapse", "own_process", "shared_device")
@@ -126,8 +126,8 @@ def export_summaries(collection: Collection, results: Path) -> list[Path]:
         if cell.get("matrix") is None:
             raise RunFolderError("the run belongs to no matrix", got=cell["run"], remedy="Give a matrix folder")
         path = results / cell["matrix"] / cell["run"] / SUMMARY_FILE
-        write_json(path, cell)
-        _compact(path)
+        with whole_file(path) as temporary:
+            temporary.write_text(_compact(cell), encoding="utf-8")
         written.append(path)
     for name, plan in collection.plans.items():
         states = {cell["run"]: _state(cell) for cell in collection.cells if cell["matrix"] == name}
@@ -140,13 +140,13 @@ def _state(cell: dict[str, Any]) -> dict[str, Any]:
     return {key: cell[key] for key in CELL_KEYS if cell.get(key) is not None}
 
 
-def _compact(path: Path) -> None:
-    """Curves in one line each: a summary is read by people too, and one number a line would hide the rest."""
-    value = json.loads(path.read_text(encoding="utf-8"))
+def _compact(cell: dict[str, Any]) -> str:
+    """As JSON, with curves in one line each: a summary is read by people too, and one number a line would hide the rest."""
+    value = to_json(cell)
     curves = value.pop("curves", {})
-    text = json.dumps(value, indent=1, ensure_ascii=False)
+    text = json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False)
     lines = ",\n".join(
-        f"  {json.dumps(key)}: {json.dumps(curve, separators=(',', ':'))}" for key, curve in curves.items()
+        f"  {json.dumps(key)}: {json.dumps(curve, separators=(',', ':'), allow_nan=False)}"
+        for key, curve in curves.items()
     )
-    body = text[:-2] + ',\n "curves": {' + (f"\n{lines}\n }}" if lines else "}") + "\n}\n"
-    path.write_text(body, encoding="utf-8")
+    return text[:-2] + ',\n "curves": {' + (f"\n{lines}\n }}" if lines else "}") + "\n}\n"

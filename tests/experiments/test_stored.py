@@ -1,5 +1,6 @@
 """Damaged files of a matrix folder: one message that names file and place, and no table."""
 
+import errno
 import json
 from pathlib import Path
 
@@ -8,8 +9,8 @@ from fake_cells import write_fake_matrix
 from typer.testing import CliRunner
 
 from qerl.cli import app
-from qerl.errors import RunFolderError
-from qerl.experiments.folders import read_cells
+from qerl.errors import OutputError, RunFolderError
+from qerl.experiments.folders import export_summaries, read_cells
 from qerl.experiments.stored import check_summary, manifest_damage
 
 CELL = "nvfp4-s0/summary.json"
@@ -71,3 +72,19 @@ def test_what_earlier_versions_wrote_is_whole():
         check_summary(path, json.loads(path.read_text()))
     for path in RESULTS.glob("*/matrix.json"):
         assert manifest_damage(json.loads(path.read_text())) is None
+
+
+def test_a_full_disk_keeps_the_summary_that_was_there(folder, tmp_path, monkeypatch):
+    collection = read_cells([folder])
+    first, *_ = export_summaries(collection, tmp_path)
+    before = first.read_bytes()
+    assert json.loads(before) == json.loads((folder / "bf16-s0" / "summary.json").read_text()) | collection.cells[0]
+
+    def write_half(path, text, encoding):
+        path.write_bytes(text[: len(text) // 2].encode())
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", write_half)
+    with pytest.raises(OutputError):
+        export_summaries(collection, tmp_path)
+    assert first.read_bytes() == before and [path.name for path in first.parent.iterdir()] == ["summary.json"]
