@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from statistics import fmean, median, stdev, variance
 
 _TINY = 1e-300
+_ROUNDING = 1e-12
+"""Share of the largest value below which a spread is that of rounding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,8 +39,9 @@ def t_interval(values: Sequence[float], confidence: float = 0.95) -> MeanInterva
     if len(values) < 2:
         return MeanInterval(mean=mean, low=None, high=None, sd=None, count=len(values))
     sd = stdev(values)
-    if sd == 0:
-        # Accuracies are counts of questions: equal ones say that the spread is too small to be seen, not that it is 0.
+    if sd <= _ROUNDING * max(map(abs, values)):
+        # Accuracies are counts of questions: equal ones, and equal differences of them but for rounding, say that the spread is too small to
+        # be seen, not that it is 0.
         return MeanInterval(mean=mean, low=None, high=None, sd=sd, count=len(values))
     half = t_quantile(0.5 + confidence / 2, len(values) - 1) * sd / math.sqrt(len(values))
     return MeanInterval(mean=mean, low=mean - half, high=mean + half, sd=sd, count=len(values))

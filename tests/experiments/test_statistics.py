@@ -64,6 +64,15 @@ def test_an_interval_by_hand():
     assert (found.low, found.high) == (pytest.approx(0.42 - half, abs=1e-6), pytest.approx(0.42 + half, abs=1e-6))
 
 
+def test_differences_that_are_equal_but_for_rounding_have_no_interval():
+    counts = ((465, 444), (464, 443), (470, 449))
+    values = [more / 1319 - fewer / 1319 for more, fewer in counts]
+    assert len(set(values)) > 1, "rounded differently"
+    found = t_interval(values)
+    assert (found.low, found.high) == (None, None) and found.mean == pytest.approx(21 / 1319)
+    assert t_interval([21 / 1319, 22 / 1319]).low is not None and t_interval([0.0, 1e-6]).low is not None
+
+
 def test_one_seed_has_no_interval():
     found = t_interval([0.4])
     assert (found.mean, found.low, found.high, found.sd) == (0.4, None, None, None)
