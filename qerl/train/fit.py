@@ -39,7 +39,7 @@ def settle_memory(config: Config) -> Config:
 @contextmanager
 def within_budget(config: Config) -> Iterator[None]:
     """Within it the process keeps to ``train.memory_budget`` on the device of ``config`` (``memory.within_budget``). All that opens a session
-    on a GPU for a user does so here: training with its evaluations, evaluations and rollouts by themselves.
+    on a GPU for a user does so here: training with its evaluations; evaluations, rollouts, rescoring and checks by themselves.
 
     Raises:
         ConfigError: the device is not there.

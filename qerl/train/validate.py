@@ -15,6 +15,7 @@ from qerl.model.tokenizer import Tokenizer
 from qerl.records import Completion, Outcome, Prompt, SamplingSpec
 from qerl.reward.compose import Rewarder
 from qerl.reward.math_answer import reference_value
+from qerl.train.fit import within_budget
 from qerl.train.prompts import load_prompts
 from qerl.train.run import check_trainable
 from qerl.train.session import Session, fit_lengths, open_session, require_model_path
@@ -42,15 +43,17 @@ def validate(config: Config) -> Iterator[Check]:
 
     Raises:
         QerlError: whatever would stop the run before its first step.
+        DeviceMemoryError: a GPU's memory ran out.
     """
     check_trainable(config)
     config, length_notes = fit_lengths(config, ModelSpec.from_folder(require_model_path(config)))
-    session = open_session(config, trainable=False)
-    prompts, dropped, notes = load_prompts(config, session.tokenizer, config.data.train, "train", None, training=True)
-    yield check_prompts(config, prompts, [*length_notes, *notes], dropped)
-    yield check_eos(session.tokenizer)
-    yield check_rewards(config, prompts)
-    yield check_stopping(config, session, prompts)
+    with within_budget(config):
+        session, source = open_session(config, trainable=False), config.data.train
+        prompts, dropped, notes = load_prompts(config, session.tokenizer, source, "train", None, training=True)
+        yield check_prompts(config, prompts, [*length_notes, *notes], dropped)
+        yield check_eos(session.tokenizer)
+        yield check_rewards(config, prompts)
+        yield check_stopping(config, session, prompts)
 
 
 def check_prompts(config: Config, prompts: Sequence[Prompt], notes: Sequence[str], dropped: int) -> Check:

@@ -1,14 +1,18 @@
 import json
+from contextlib import contextmanager
 from dataclasses import asdict
 
 import pytest
 from rollout_builders import EOS_IDS, write_checkpoint
 from typer.testing import CliRunner
 
+from qerl import memory
 from qerl.cli import app
 from qerl.config.load import load_config
 from qerl.data.synthetic import arithmetic_problems
 from qerl.errors import ConfigError
+from qerl.train import validate as checking
+from qerl.train.session import open_session
 from qerl.train.validate import validate
 
 
@@ -42,6 +46,22 @@ def test_the_packaged_model_passes_and_shows_what_was_seen(data):
     assert "8 of 8 reference answers are correct" in result.stdout
     assert "0 of 8 wrong answers are correct" in result.stdout
     assert "FAIL" not in result.stdout
+
+
+def test_the_checks_keep_to_the_memory_budget_as_training_does(data, monkeypatch):
+    within, seen = [], []
+
+    @contextmanager
+    def budget(config, device):
+        within.append(config.train.memory_budget)
+        yield
+        within.pop()
+
+    monkeypatch.setattr(memory, "within_budget", budget)
+    monkeypatch.setattr(checking, "open_session", lambda *a, **k: seen.append(list(within)) or open_session(*a, **k))
+    for _ in validate(load_config(None, settings(data, "train.memory_budget=0.5"))):
+        seen.append(list(within))
+    assert seen == [[0.5]] * 5 and not within, "from the first weight to the last check"
 
 
 def test_an_answer_limit_that_cuts_every_answer_fails(data):
