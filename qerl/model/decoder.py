@@ -85,6 +85,12 @@ class DecoderLayer(nn.Module):
         """Of the projections of q, k and v."""
         return self.dtype if self.attention_dtype == self.dtype else torch.float32
 
+    @property
+    def products(self) -> tuple[tuple[GroupedLinear, torch.dtype], ...]:
+        """Each linear layer, in the order in which they run, and the type of its output."""
+        wide = self.stream_dtype
+        return (self.qkv, self.qkv_dtype), (self.o, wide), (self.gate_up, self.dtype), (self.down, wide)
+
     def forward(
         self,
         x_TD: Tensor,
@@ -344,9 +350,14 @@ class Decoder(nn.Module):
 
     def grouped_linears(self) -> Iterator[GroupedLinear]:
         """All linear layers, in the order in which they run."""
+        for linear, _ in self.products():
+            yield linear
+
+    def products(self) -> Iterator[tuple[GroupedLinear, torch.dtype]]:
+        """The same, each with the type of its output."""
         for layer in self.layers:
             assert isinstance(layer, DecoderLayer)
-            yield from (layer.qkv, layer.o, layer.gate_up, layer.down)
+            yield from layer.products
 
     def refresh_adapters(self) -> None:
         """Bring the adapters that products read up to date with the masters, in place: before a captured graph is replayed."""

@@ -8,7 +8,7 @@ import torch
 
 from qerl.config.schema import Config
 from qerl.kernels.fp4_linear import Layer, compile_ahead, served
-from qerl.model.decoder import Decoder, DecoderLayer
+from qerl.model.decoder import Decoder
 from qerl.model.linear import GroupedLinear
 from qerl.train.noise.ahead import meet_noise
 
@@ -37,17 +37,13 @@ def compile_kernels(config: Config, model: Decoder) -> str | None:
 def different_layers(model: Decoder, *, reference: bool) -> Iterator[Layer]:
     """Linear layers with packed weights, one of each kind: with their adapters, and for the ``reference`` without too."""
     seen: set[Hashable] = set()
-    for layer in model.layers:
-        assert isinstance(layer, DecoderLayer)
-        wide = layer.stream_dtype
-        types = (layer.qkv, layer.qkv_dtype), (layer.gate_up, layer.dtype), (layer.o, wide), (layer.down, wide)
-        for linear, dtype in types:
-            ways = (True, False) if reference and linear.lora is not None else (True,)
-            for adapters in ways if linear.trained_OI is None else ():
-                found = _layer(linear, dtype, adapters)
-                if (key := _key(found)) not in seen:
-                    seen.add(key)
-                    yield found
+    for linear, dtype in model.products():
+        ways = (True, False) if reference and linear.lora is not None else (True,)
+        for adapters in ways if linear.trained_OI is None else ():
+            found = _layer(linear, dtype, adapters)
+            if (key := _key(found)) not in seen:
+                seen.add(key)
+                yield found
 
 
 def _layer(linear: GroupedLinear, dtype: torch.dtype, adapters: bool) -> Layer:

@@ -307,17 +307,19 @@ def restore(
 
 
 def check_layout(session: Session) -> None:
-    """Compare the kernel in use with the dequantized product, once for every projection shape and for a packed head (before step 0).
+    """Compare the kernel in use with the dequantized product, once for every projection shape with its type of outputs and for a packed head
+    (before step 0).
 
     Raises:
         LayoutGateError: they disagree.
     """
-    seen = set()
-    for linear in session.model.grouped_linears():
-        key = (linear.weight.format, linear.weight.shape, linear.weight.segments)
+    seen, dtype = set(), session.model.dtype
+    for linear, output_dtype in session.model.products():
+        weight = linear.weight
+        key = (weight.format, weight.shape, weight.segments, output_dtype)
         if key not in seen:
             seen.add(key)
-            layout_gate(linear.weight, linear.name, dtype=session.model.dtype, dense_OI=linear.dense_OI)
+            layout_gate(weight, linear.name, dtype=dtype, output_dtype=output_dtype, dense_OI=linear.dense_OI)
     if session.model.packed_head is not None:
         head_gate(session.model.packed_head, dtype=session.model.dtype, dense_VD=session.model.dense_head)
 

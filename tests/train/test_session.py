@@ -7,7 +7,7 @@ import torch
 
 from qerl import memory
 from qerl.config.load import load_config
-from qerl.train import session, standalone, warnings
+from qerl.train import run, session, standalone, warnings
 
 SMALL = ("rollout.max_prompt_tokens=8", "rollout.max_new_tokens=6", "lora.rank=2")
 SHAPES = {
@@ -56,6 +56,24 @@ def test_the_type_of_attention_reaches_the_model_and_the_cache(chosen, dtype):
     settings = ("model.path=demo", "model.device=cpu", f"model.attention_dtype={chosen}")
     opened = session.open_session(load_config(None, [*SMALL, *settings]))
     assert {layer.attention_dtype for layer in opened.model.layers} == set(opened.engine.kv_dtypes) == {dtype}
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_products_are_compared_before_training_with_the_types_of_their_outputs(monkeypatch, half):
+    """With a float32 stream those of o and down, with attention in float16 those of q, k and v too are not rounded."""
+    settings = ("model.path=demo", "model.device=cpu", "model.stream_dtype=float32", "quant.dense_cache=off")
+    choice = f"model.attention_dtype={'float16' if half else 'compute'}"
+    opened, seen, gate = session.open_session(load_config(None, [*SMALL, *settings, choice])), {}, run.layout_gate
+
+    def compared(weight, name, *, dtype, output_dtype, dense_OI):
+        seen[name.rpartition(".")[2]] = dtype, output_dtype
+        return gate(weight, name, dtype=dtype, output_dtype=output_dtype, dense_OI=dense_OI)
+
+    monkeypatch.setattr(run, "layout_gate", compared)
+    run.check_layout(opened)
+    assert {types[0] for types in seen.values()} == {torch.bfloat16} and len(seen) == 4
+    wide = {name for name, types in seen.items() if types[1] == torch.float32}
+    assert wide == ({"qkv_proj", "o_proj", "down_proj"} if half else {"o_proj", "down_proj"}), seen
 
 
 @pytest.mark.gpu

@@ -23,6 +23,7 @@ def layout_gate(
     name: str,
     *,
     dtype: torch.dtype = torch.float32,
+    output_dtype: torch.dtype | None = None,
     dense_OI: Tensor | None = None,
     tokens: int | None = None,
     kernel: str = "auto",
@@ -33,6 +34,7 @@ def layout_gate(
         weight: the packed weight, where it will be used.
         name: the module, for the error.
         dtype: compute type of the activations.
+        output_dtype: of the outputs; that of the activations when not given.
         dense_OI: the dense copy that the kernel will be given, if any.
         tokens: rows of the fixed input; None takes one number for each regime of the kernel's.
         kernel: implementation by name.
@@ -54,7 +56,7 @@ def layout_gate(
         counts = _one_of_each(weight) if device.type == "cuda" else (8,)
     for count in counts:
         x_TI = fixed_input(count, weight.shape[1], dtype, device)
-        y_TO, _ = module.forward(x_TI, weight, None, (), (), (), dense_OI)
+        y_TO, _ = module.forward(x_TI, weight, None, (), (), (), dense_OI, output_dtype)
         row, error = worst_row(y_TO, x_TI, exact_OI)
         check_error(error, row, name, chosen, weight, dtype)
         largest = max(largest, error)
