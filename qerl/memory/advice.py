@@ -219,7 +219,7 @@ def check_budget(config: Config, spec: ModelSpec, budget: Budget | None, *, devi
         raise MemoryBudgetError(
             f"the plan does not fit in memory\n{text}\n{ledger.peak_phase} needs {bytes_text(ledger.peak)}, {bytes_text(ledger.peak - budget.size)} too much",
             expected=f"at most {bytes_text(budget.size)} ({budget.source})",
-            remedy="Take one of the settings above, or train.memory_budget=off to try all the same",
+            remedy="Take one of the settings that `qerl plan` lists, or train.memory_budget=off to try all the same",
         )
 
 
