@@ -14,6 +14,8 @@ from qerl.errors import ConfigError
 from qerl.experiments.against import against
 from qerl.experiments.compare import compare_cells
 from qerl.experiments.folders import Collection
+from qerl.experiments.table import markdown
+from qerl.report.arms import render_arms
 
 CONFIG = {"model": {"path": "m"}, "optim": {"lr": 1e-4}, "eval": {"every": 30, "samples": 1}, "aqn": {"enabled": True}}
 PLANS = {name: {"plan": {"protocol": "mechanism", "vary": ["model.path"]}} for name in ("main", "more")}
@@ -49,6 +51,17 @@ def test_the_reference_is_the_first_arm_and_its_matrix_lends_its_scatter(main):
     # Sums of squares 8 and 2 of 1e-4 over 2 and 1 degrees of freedom.
     assert (pair.pooled.sd, pair.pooled.freedom) == (pytest.approx((10e-4 / 3) ** 0.5), 3)
     assert pair.pooled.mean == pytest.approx(0.35 - 0.32)
+
+
+def test_the_page_knows_differences_of_which_nothing_was_stated_beforehand(main):
+    """The arms of two matrices with several seeds each: what their seeds can show is known, what was planned is not."""
+    detect = {"sd": 0.01, "alpha": 0.05, "power": 0.8}
+    plans = {name: {"plan": known["plan"] | {"detect": detect}} for name, known in PLANS.items()}
+    cells = (*main, cell("more", "linear", 0, 0.35), cell("more", "linear", 1, 0.36))
+    (found,) = compare_cells(against(Collection(cells=cells, plans=plans), "main/noisy"))
+    # (4.3027 + 1.0607) * .01 * sqrt(1/2 + 1/2), with two degrees of freedom.
+    assert (found.pairs[0].detectable, found.pairs[0].detectable_now) == (None, pytest.approx(0.0536, abs=1e-4))
+    assert "– (±5.4)" in render_arms([found]) and "– (5.4)" in markdown([found])
 
 
 def test_probe_sets_of_two_matrices_are_not_compared(main):
