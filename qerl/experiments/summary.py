@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from qerl.experiments.cells import Cell
 from qerl.experiments.stored import check_summary
-from qerl.metrics.files import write_json
+from qerl.metrics.files import damaged_file, write_json
 from qerl.metrics.run_dir import RunDir
 from qerl.report.collect import RunData, read_run
 from qerl.units import GB
@@ -209,7 +209,8 @@ def _questions(run: RunDir, data: RunData) -> dict[str, Any]:
                 if path.name.startswith("final")
                 else run.read_evaluation(int(path.stem[5:]))
             )
-            found[name] = {"ids": ids_hash(rows), "samples": count, "right": right_digits(rows, count)}
+            with damaged_file(path, "an id and an accuracy of each question", KeyError, TypeError):
+                found[name] = {"ids": ids_hash(rows), "samples": count, "right": right_digits(rows, count)}
     return found
 
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from qerl.metrics.files import damaged_file
 from qerl.metrics.run_dir import RunDir
 
 CHANGES = ("gained", "lost", "right", "wrong")
@@ -52,10 +53,11 @@ def read_questions(run: RunDir, outcomes: Sequence[str]) -> Questions | None:
         return None
     chosen: tuple[int, ...] = (steps[0], steps[-1]) if len(steps) > 1 else (steps[0],)
     sides = [run.read_evaluation(step) for step in chosen]
-    if len(sides) == 2 and [row["id"] for row in sides[0]] != [row["id"] for row in sides[1]]:
-        chosen, sides = chosen[1:], sides[1:]
-    limit = max(SHORTEST, min(LONGEST, PAGE_CHARACTERS // max(1, len(sides) * len(sides[0]))))
-    rows = tuple(_row(list(pair), limit) for pair in zip(*sides, strict=True))
+    with damaged_file(run.evaluations_dir, "questions with their answers", KeyError, TypeError, IndexError):
+        if len(sides) == 2 and [row["id"] for row in sides[0]] != [row["id"] for row in sides[1]]:
+            chosen, sides = chosen[1:], sides[1:]
+        limit = max(SHORTEST, min(LONGEST, PAGE_CHARACTERS // max(1, len(sides) * len(sides[0]))))
+        rows = tuple(_row(list(pair), limit) for pair in zip(*sides, strict=True))
     counts = Counter(row["change"] for row in rows)
     found = {row["sides"][-1]["outcome"] for row in rows}
     return Questions(

@@ -5,6 +5,8 @@ import json
 import pytest
 from fake_run import question_rows, write_fake_run, write_summary
 
+from qerl.errors import RunFolderError
+from qerl.experiments.summary import load_summary
 from qerl.metrics.run_dir import RunDir
 from qerl.report.collect import read_run
 from qerl.report.html import render
@@ -120,3 +122,16 @@ def test_the_page_holds_every_question(tmp_path):
     data = page.partition('id="question-data">')[2].partition("</script>")[0]
     assert [r["id"] for r in json.loads(data)] == [r["id"] for r in question_rows(0.5)]
     write_summary(run, 10, 100)
+
+
+@pytest.mark.parametrize("damage", [{"id": None}, {"accuracy": "x"}, {"answers": []}, {"answers": ["x"]}])
+def test_rows_that_are_no_questions_are_one_message(tmp_path, damage):
+    run = write_fake_run(tmp_path / "run", steps=4)
+    rows = run.read_evaluation(4)
+    rows[3] = {key: value for key, value in (rows[3] | damage).items() if value is not None}
+    run.write_evaluation(4, rows)
+    with pytest.raises(RunFolderError, match=r"evaluations.*questions with their answers"):
+        read_questions(run, OUTCOMES)
+    if "answers" not in damage:
+        with pytest.raises(RunFolderError, match=r"step-000004\.jsonl: .*an id and an accuracy"):
+            load_summary(run.path)
