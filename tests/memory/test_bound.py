@@ -90,6 +90,22 @@ def test_what_a_process_was_limited_to_is_what_it_has_again(card):
         assert card.fraction == 0.5
 
 
+def test_a_fault_is_told_and_not_that_the_bound_could_not_be_taken_back_after_it(card, monkeypatch):
+    def refuse(fraction, index):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    def fault():
+        monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", refuse)
+        raise TrainingError("what happened")
+
+    with pytest.raises(TrainingError, match="what happened"), bounded(int(28 * GB), CUDA):
+        fault()
+    assert share_of(CUDA) == int(0.28 * TOTAL), "that of torch, which could not be changed"
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", card.limit)
+    with pytest.raises(RuntimeError, match="illegal"), bounded(int(20 * GB), CUDA):
+        monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", refuse)
+
+
 def test_what_is_cached_from_before_is_given_back_where_it_is_more_than_the_bound(card):
     card.reserved = int(28 * GB)
     with bounded(int(28 * GB), CUDA):

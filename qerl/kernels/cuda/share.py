@@ -8,7 +8,7 @@ what is lent at the moment. Outside of both are the context of a process, its lo
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import torch
@@ -94,12 +94,21 @@ def bounded(size: int | None, device: torch.device) -> Iterator[None]:
         if room_in_share(device) < 0:
             torch.cuda.empty_cache()
         yield
-    finally:
-        account.bound = outer
-        if outer is None:
-            torch.cuda.set_per_process_memory_fraction(fraction, index)
-        else:
-            _bound_allocator(index, account)
+    except BaseException:
+        # After a fault of a kernel every call is refused, this one too; what is told is the fault.
+        with suppress(RuntimeError):
+            _restore(index, account, outer, fraction)
+        raise
+    _restore(index, account, outer, fraction)
+
+
+def _restore(index: int, account: _Account, bound: int | None, fraction: float) -> None:
+    """The bound that was there before, or torch's own as it was."""
+    account.bound = bound
+    if bound is None:
+        torch.cuda.set_per_process_memory_fraction(fraction, index)
+    else:
+        _bound_allocator(index, account)
 
 
 def _bound_allocator(index: int, account: _Account) -> None:
