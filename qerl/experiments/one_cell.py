@@ -164,8 +164,20 @@ def _refuse_strangers(plan: Plan, cell: Cell, run: RunDir) -> None:
 
 
 def _prepare(run: RunDir) -> bool:
-    """Whether to go on from a checkpoint. A start that never saved is begun anew."""
-    if run.holds_a_run() and run.latest_checkpoint() is not None:
+    """Whether to go on from a checkpoint. A start that never saved is begun anew.
+
+    Raises:
+        RunFolderError: there is a checkpoint, and not what its run was: it is not thrown away.
+    """
+    saved = run.latest_checkpoint()
+    if saved is not None and not run.holds_a_run():
+        raise RunFolderError(
+            "the cell has a checkpoint and has lost its settings",
+            got=saved,
+            expected=f"{run.config_path.name} in its folder",
+            remedy="Copy it again from portable/ or where it was whole, or remove the folder to begin anew",
+        )
+    if saved is not None:
         return True
     if run.path.exists():
         shutil.rmtree(run.path)

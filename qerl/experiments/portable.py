@@ -143,4 +143,4 @@ def _is_full(cell: Cell) -> bool:
 
 def _same(first: Path, second: Path) -> bool:
     """Whether a cell's summary, which is written anew whenever the cell ends, is the one that was carried before."""
-    return first.exists() and second.exists() and first.read_bytes() == second.read_bytes()
+    return first.is_file() and second.is_file() and first.read_bytes() == second.read_bytes()

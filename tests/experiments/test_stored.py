@@ -10,8 +10,10 @@ from typer.testing import CliRunner
 
 from qerl.cli import app
 from qerl.errors import OutputError, RunFolderError
+from qerl.experiments import one_cell
 from qerl.experiments.folders import export_summaries, read_cells
 from qerl.experiments.stored import check_summary, manifest_damage
+from qerl.metrics.run_dir import RunDir
 
 CELL = "nvfp4-s0/summary.json"
 RESULTS = Path(__file__).resolve().parents[2] / "results"
@@ -88,3 +90,13 @@ def test_a_full_disk_keeps_the_summary_that_was_there(folder, tmp_path, monkeypa
     with pytest.raises(OutputError):
         export_summaries(collection, tmp_path)
     assert first.read_bytes() == before and [path.name for path in first.parent.iterdir()] == ["summary.json"]
+
+
+def test_a_checkpoint_is_not_thrown_away_for_settings_that_are_lost(tmp_path):
+    run = RunDir(tmp_path / "cell")
+    run.checkpoint(3).mkdir(parents=True)
+    with pytest.raises(RunFolderError, match=r"lost its settings.*checkpoint-3.*config\.resolved\.yaml"):
+        one_cell._prepare(run)
+    assert run.latest_checkpoint() is not None
+    run.checkpoint(3).rmdir()
+    assert one_cell._prepare(run) is False and not run.path.exists(), "a start that never saved"
