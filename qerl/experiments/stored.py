@@ -195,7 +195,8 @@ def _damage(kind: type[_Stored], value: Mapping[str, Any]) -> str | None:
         kind.model_validate(value)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        return f"{'.'.join(map(str, first['loc'])) or 'the whole'}: {first['msg']}, not {str(first['input'])[:80]!r}"
+        said = first["msg"].partition(" or instance of ")[0]
+        return f"{'.'.join(map(str, first['loc'])) or 'the whole'}: {said}, not {str(first['input'])[:80]!r}"
     return None
 
 
