@@ -33,7 +33,14 @@ PACKAGES = (
 )
 """Distributions whose versions are recorded; one that is not installed is null."""
 
-_SHOWN = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "CUDA_VISIBLE_DEVICES", "CUBLAS_WORKSPACE_CONFIG", "TRITON_INTERPRET")
+_SHOWN = (
+    "OMP_NUM_THREADS",
+    "OMP_WAIT_POLICY",
+    "GOMP_SPINCOUNT",
+    "CUDA_VISIBLE_DEVICES",
+    "CUBLAS_WORKSPACE_CONFIG",
+    "TRITON_INTERPRET",
+)
 _SET_OR_NOT = ("QERL_MODELS", "QERL_DATA")
 
 
