@@ -152,11 +152,11 @@ def cap(device: torch.device, gigabytes: float | None) -> None:
 
 
 def clear(device: torch.device) -> None:
-    """Give back what no object holds."""
-    gc.collect()
+    """Give back what no object holds of a GPU's memory; a CPU's is not measured here."""
     if device.type == "cuda":
         from qerl.kernels.fp4_linear.workspace import workspace
 
+        gc.collect()
         workspace(device).release()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
