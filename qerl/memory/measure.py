@@ -152,7 +152,7 @@ class PhasePeaks:
 
         Torch's allocator keeps the memory of each large tensor apart, and gives it to tensors of at most its size. So the memory of the passes so far
         has no room for the activations of a larger one, one tensor a layer, and would stay beside the new one: a run reserved twice what it needed after
-        one larger pass, and three times after two. To be had again it takes some ten milliseconds, and few passes are the largest yet.
+        one larger pass, and three times after two. Few passes are the largest yet.
 
         Args:
             tokens: of the pass; what it keeps grows with them.

@@ -4,8 +4,8 @@ import math
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from tiny_models import load_tiny, pack, random_tokens, randomize_adapters, write_tiny
+from nearness import distance, gradients, hidden, write_with_large_biases
+from tiny_models import load_tiny, pack, random_tokens, randomize_adapters
 
 from qerl.config.schema import LoraConfig
 from qerl.model.attention import PackedSequences
@@ -15,15 +15,7 @@ LENGTHS = (60, 24, 1)
 
 @pytest.fixture(scope="module", params=["qwen2-tied", "qwen3-wide-heads"])
 def folder(request, tmp_path_factory):
-    path = tmp_path_factory.mktemp("tiny")
-    write_tiny(path, request.param)
-    tensors = {name: value.bfloat16() for name, value in load_file(path / "model.safetensors").items()}
-    for name in tensors:
-        if name.endswith("k_proj.bias"):
-            # As in Qwen2.5; channels of the second half of each half turn slowly.
-            tensors[name].view(-1, 2, 2, 4)[:, :, 1] *= 200
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-    return path
+    return write_with_large_biases(tmp_path_factory.mktemp("tiny"), request.param)
 
 
 def loaded(folder, dtype=torch.bfloat16, half=False, **settings):
@@ -32,25 +24,6 @@ def loaded(folder, dtype=torch.bfloat16, half=False, **settings):
     )
     randomize_adapters(model, size=0.02)
     return model
-
-
-@torch.no_grad()
-def hidden(model, sequences):
-    tokens, context = pack(sequences)
-    return model(tokens, context).float()
-
-
-def distance(found, expected):
-    return float((found - expected).norm() / expected.norm())
-
-
-def gradients(model, sequences, factor=1.0, **call):
-    tokens, context = pack(sequences)
-    parameters = model.trainable_parameters()
-    upstream = torch.randn(len(tokens), model.spec.hidden_size, generator=torch.Generator().manual_seed(3))
-    loss = (model(tokens, context, **call).float() * (factor * upstream)).sum()
-    found = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
-    return {name: gradient for name, gradient in zip(parameters, found, strict=True) if gradient is not None}
 
 
 def test_it_is_nearer_to_float32(folder):
@@ -99,7 +72,7 @@ def test_weights_that_learn_get_gradients_through_it(folder):
     """Scales of head norms among them, which are inside of what is enlarged."""
     models = [load_tiny(folder, full=True)]
     models += [load_tiny(folder, full=True, dtype=torch.bfloat16, float16_attention=half) for half in (False, True)]
-    exact, plain, half = (gradients(model, random_tokens(LENGTHS), 2.0**-30) for model in models)
+    exact, plain, half = (gradients(model, random_tokens(LENGTHS), 2.0**-30, some=True) for model in models)
     far, near = (sum(distance(one[name].float(), exact[name]) for name in exact) / len(exact) for one in (plain, half))
     assert near < far and all(math.isfinite(float(value.norm())) for value in half.values())
     for name in exact:

@@ -2,23 +2,15 @@
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from tiny_models import load_tiny, pack, random_tokens, randomize_adapters, write_tiny
+from nearness import distance, gradients, hidden, write_with_large_biases
+from tiny_models import load_tiny, random_tokens, randomize_adapters
 
 from qerl.config.schema import LoraConfig
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("tiny")
-    write_tiny(path, "qwen2-tied")
-    tensors = {name: value.bfloat16() for name, value in load_file(path / "model.safetensors").items()}
-    for name in tensors:
-        if name.endswith("k_proj.bias"):
-            # As in Qwen2.5; channels of the second half of each half turn slowly.
-            tensors[name].view(-1, 2, 2, 4)[:, :, 1] *= 200
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-    return path
+    return write_with_large_biases(tmp_path_factory.mktemp("tiny"), "qwen2-tied")
 
 
 def loaded(folder, dtype, float32_stream=False):
@@ -27,29 +19,11 @@ def loaded(folder, dtype, float32_stream=False):
     return model
 
 
-@torch.no_grad()
-def hidden(model, sequences):
-    tokens, context = pack(sequences)
-    return model(tokens, context).float()
-
-
-def distance(found, expected):
-    return float((found - expected).norm() / expected.norm())
-
-
 def test_it_is_nearer_to_float32(folder):
     sequences = random_tokens((40, 24))
     exact = hidden(loaded(folder, torch.float32), sequences)
     plain, wide = (distance(hidden(loaded(folder, torch.bfloat16, s), sequences), exact) for s in (False, True))
     assert wide < 0.8 * plain
-
-
-def gradients(model, sequences, **call):
-    tokens, context = pack(sequences)
-    parameters = model.trainable_parameters()
-    upstream = torch.randn(len(tokens), model.spec.hidden_size, generator=torch.Generator().manual_seed(3))
-    loss = (model(tokens, context, **call).float() * upstream).sum()
-    return dict(zip(parameters, torch.autograd.grad(loss, list(parameters.values())), strict=True))
 
 
 def test_gradients_are_nearer_too_and_do_not_depend_on_what_is_kept(folder):
