@@ -5,6 +5,9 @@ from __future__ import annotations
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
+from qerl.experiments.summary import stored_summary
+from qerl.metrics.run_dir import RunDir
+
 if TYPE_CHECKING:
     from qerl.experiments.cells import Cell
     from qerl.experiments.plan import Plan
@@ -61,16 +64,22 @@ def choose(plan: Plan) -> dict[str, dict[str, Any]]:
         scores: dict[str, list[float | None]] = {}
         axes: dict[str, dict[str, Any]] = {}
         for cell, state in zip(trials, states, strict=True):
-            run = plan.run(cell)
-            after = (
-                (run.read_json(run.summary_path) or {}).get("evaluation", {}).get("after")
-                if state == "finished"
-                else None
-            )
-            scores.setdefault(cell.group, []).append(None if after is None else float(after["accuracy"]))
+            score = _accuracy_after(plan.run(cell)) if state == "finished" else None
+            scores.setdefault(cell.group, []).append(score)
             axes[cell.group] = cell.axes
         found[arm.name] = best_recipe(scores, axes)
     return found
+
+
+def _accuracy_after(run: RunDir) -> float | None:
+    """Accuracy of a finished trial after its last step, from its run or from the summary that is kept in its place."""
+    stored = stored_summary(run.path)
+    if stored is not None:
+        return next(
+            (float(point["accuracy"]) for point in stored["evaluations"] if point["step"] == stored["steps"]), None
+        )
+    after = (run.read_json(run.summary_path) or {}).get("evaluation", {}).get("after")
+    return None if after is None else float(after["accuracy"])
 
 
 def best_recipe(scores: dict[str, list[float | None]], axes: dict[str, dict[str, Any]]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from qerl.errors import RunFolderError
 from qerl.eval.evaluate import evaluate
 from qerl.eval.files import suite_name
 from qerl.experiments.schema import FinalConfig
+from qerl.experiments.summary import stored_summary
 from qerl.metrics.run_dir import RunDir
 from qerl.model.aqn import Noise
 from qerl.records import Prompt
@@ -48,8 +49,9 @@ def wanted(specs: Sequence[FinalConfig], config: Config) -> list[FinalConfig]:
 
 
 def missing(run: RunDir, specs: Sequence[FinalConfig], config: Config) -> list[FinalConfig]:
-    """Of these, what ``final.json`` lacks."""
-    made: Mapping[str, Any] = run.read_json(run.final_path) or {}
+    """Of these, what ``final.json`` lacks, or the summary that is kept in place of the run."""
+    stored = stored_summary(run.path)
+    made: Mapping[str, Any] = (run.read_json(run.final_path) or {}) if stored is None else stored["final"]
     return [spec for spec in wanted(specs, config) if spec.name not in made]
 
 

@@ -20,6 +20,8 @@ AT_WORK = ".running"
 """Folder of the matrix folder with the locks of cells at work: outside the cells' folders, which a fresh start removes."""
 State = Literal["waiting", "invalid", "running", "stopped", "trained", "finished", "failed"]
 """``trained``: all steps are made, final evaluations are missing. ``running`` after its process is gone: it was killed."""
+UNBEGUN = ("waiting", "invalid")
+"""States of a cell that has no run."""
 
 
 def work_folder(out: Path, name: str) -> Path:

@@ -10,6 +10,8 @@ from typing import Any
 
 from qerl.config.schema import Config
 from qerl.experiments.cells import Cell, flat_settings
+from qerl.experiments.manifest import UNBEGUN
+from qerl.experiments.summary import stored_summary
 from qerl.metrics.run_dir import RunDir
 
 ENTROPY_SETTINGS = (
@@ -69,10 +71,16 @@ def outdated(cells: Sequence[Cell], matched: Mapping[str, Mapping[str, Any]], ou
         reference = reference_of(cells, cell)
         if reference is None or cell.group not in matched:
             continue
-        begun = any(RunDir(out / other.name).holds_a_run() for other in cells if other.group == cell.group)
+        begun = any(_has_begun(out / other.name) for other in cells if other.group == cell.group)
         if not begun and fingerprint(cell, reference, out) != matched[cell.group].get("of"):
             found.add(cell.group)
     return found
+
+
+def _has_begun(folder: Path) -> bool:
+    """Whether a cell's folder holds a run, or the summary of one."""
+    stored = stored_summary(folder)
+    return RunDir(folder).holds_a_run() if stored is None else stored["state"] not in UNBEGUN
 
 
 def _settings(config: Config) -> dict[str, Any]:

@@ -11,11 +11,11 @@ import torch
 from qerl.errors import DeviceMemoryError, QerlError, RunFolderError, RunStopped, TrainingError
 from qerl.experiments.cells import Cell
 from qerl.experiments.final import Trained, evaluate_trained, from_trainer, missing, reopen
-from qerl.experiments.manifest import State, work_folder
+from qerl.experiments.manifest import UNBEGUN, State, work_folder
 from qerl.experiments.plan import Plan
 from qerl.experiments.process import AGAIN
 from qerl.experiments.shared import evaluate_before, take_probe
-from qerl.experiments.summary import write_cell_summary
+from qerl.experiments.summary import SUMMARY_FILE, stored_summary, write_cell_summary
 from qerl.metrics.run_dir import RunDir
 from qerl.metrics.run_lock import RunLock, is_held
 from qerl.train.fit import within_budget
@@ -124,11 +124,12 @@ def _mark_sharing(plan: Plan, cell: Cell) -> None:
 
 def settle_folder(plan: Plan, cell: Cell) -> None:
     """What a kill or a copy left of a cell that no process is at work on is made whole, and its state that of its folder: of a matrix
-    that was copied while it ran, the manifest may be older than a cell, or newer.
+    that was copied while it ran, the manifest may be older than a cell, or newer. A finished cell may have its summary alone.
 
     Raises:
         OutputError: the folder cannot be written.
-        RunFolderError: something that is no folder has its name; nothing is changed.
+        RunFolderError: something that is no folder has its name, or the summary that is kept in place of its run is damaged; nothing is
+            changed.
     """
     run, state = plan.run(cell), plan.state(cell)
     if os.path.lexists(run.path) and not run.path.is_dir():
@@ -138,8 +139,10 @@ def settle_folder(plan: Plan, cell: Cell) -> None:
             remedy="Move it away, or choose another --out",
         )
     run.recover()
+    stored = stored_summary(run.path)
+    kept = stored is not None and stored["state"] == state == "finished"
     begun = state == "waiting" and run.config_path.exists()
-    undone = state in ("trained", "finished") and not has_all_steps(run)
+    undone = state in ("trained", "finished") and not (kept or has_all_steps(run))
     if (begun or undone) and not is_held(lock(plan, cell).folder):
         plan.manifest.set_state(cell.name, "stopped")
 
@@ -150,12 +153,16 @@ def has_all_steps(run: RunDir) -> bool:
 
 
 def _refuse_strangers(plan: Plan, cell: Cell, run: RunDir) -> None:
-    """A folder of the cell's name that the matrix has not made is left alone.
+    """A folder of the cell's name that the matrix has not made is left alone; the summary of a cell that never began is nothing.
 
     Raises:
         RunFolderError: there is one, with something in it.
     """
-    if plan.state(cell) == "waiting" and run.path.exists() and any(run.path.iterdir()):
+    if plan.state(cell) != "waiting" or not run.path.exists():
+        return
+    stored = stored_summary(run.path)
+    nothing = {SUMMARY_FILE} if stored is not None and stored["state"] in UNBEGUN else set()
+    if {path.name for path in run.path.iterdir()} - nothing:
         raise RunFolderError(
             "the cell's folder holds something that is not the matrix's",
             got=run.path,

@@ -17,7 +17,7 @@ from qerl.config.schema import Config, LogConfig, LoraConfig, OptimConfig, Quant
 from qerl.errors import ConfigError, QerlError, RunFolderError
 from qerl.experiments.cells import Cell, expand, load_matrix
 from qerl.experiments.choice import is_taken_up
-from qerl.experiments.manifest import Manifest
+from qerl.experiments.manifest import UNBEGUN, Manifest
 from qerl.experiments.matched import outdated
 from qerl.experiments.schema import FinalConfig, MatrixConfig
 from qerl.experiments.statistics import detectable_difference
@@ -63,10 +63,6 @@ class Plan:
         """Whether a cell failed for want of memory that other processes had, and was not given up."""
         entry = self.manifest.cell(cell.name)
         return bool(entry.get("crowded")) and not entry.get("given_up")
-
-
-UNBEGUN = ("waiting", "invalid")
-"""States of a cell that has no run."""
 
 
 def open_plan(

@@ -20,6 +20,7 @@ from qerl.errors import CheckpointError, OutputError
 from qerl.experiments.cells import Cell
 from qerl.experiments.manifest import work_folder
 from qerl.experiments.plan import Plan
+from qerl.experiments.summary import SUMMARY_FILE, stored_summary
 from qerl.metrics.files import recover_folders, remove_leftovers, whole_file, whole_folder
 from qerl.metrics.run_dir import RunDir
 from qerl.metrics.run_lock import is_held
@@ -108,14 +109,15 @@ class Portable:
         if before is not None:
             before.result()
         run, target = self._plan.run(cell), self.folder / cell.name
+        summary = run.cell_path if stored_summary(run.path) is None else run.path / SUMMARY_FILE
         # What another process is at work on is its command's to write.
-        if is_held(work_folder(self._plan.out, cell.name)) or _same(run.cell_path, target / run.cell_path.name):
+        if is_held(work_folder(self._plan.out, cell.name)) or _same(summary, target / summary.name):
             return
         if run.holds_a_run():
             self._write_run(cell, run, target)
-        elif run.cell_path.exists():
+        elif summary.exists():
             with whole_folder(target) as folder:
-                shutil.copyfile(run.cell_path, folder / run.cell_path.name)
+                shutil.copyfile(summary, folder / summary.name)
         self._write_common()
 
     def _write_run(self, cell: Cell, run: RunDir, target: Path) -> None:

@@ -81,12 +81,28 @@ def load_summary(path: Path) -> dict[str, Any]:
         RunFolderError: the folder holds neither, or a damaged one.
     """
     run = RunDir(path)
-    for name in (run.cell_path.name, SUMMARY_FILE):
-        stored = run.read_json(name) if path.is_dir() else None
-        if stored is not None and (name == run.cell_path.name or "arm" in stored):
-            check_summary(path / name, stored)
-            return dict(stored)
-    return run_summary(RunDir.open(path), {})
+    summary = run.read_json(run.cell_path)
+    if summary is not None:
+        check_summary(run.cell_path, summary)
+        return dict(summary)
+    stored = stored_summary(path)
+    return run_summary(RunDir.open(path), {}) if stored is None else stored
+
+
+def stored_summary(path: Path) -> dict[str, Any] | None:
+    """The summary of a folder that holds it in place of the run, as those of ``results/`` do; None for any other folder.
+
+    Raises:
+        RunFolderError: it is damaged.
+    """
+    run = RunDir(path)
+    if run.holds_a_run() or run.cell_path.exists():
+        return None
+    stored = run.read_json(SUMMARY_FILE)
+    if stored is None or "arm" not in stored:
+        return None
+    check_summary(path / SUMMARY_FILE, stored)
+    return dict(stored)
 
 
 def run_summary(run: RunDir, facts: Mapping[str, Any]) -> dict[str, Any]:
