@@ -8,7 +8,10 @@ from fp4_builders import PUBLISHED, projections
 
 from qerl.kernels.fp4_linear import middle
 from qerl.kernels.fp4_linear.geometry import best_geometry, decode_geometry, warps
+from qerl.kernels.fp4_linear.middle_shape import runs_of
+from qerl.kernels.fp4_linear.regimes import RUN_ROWS
 from qerl.kernels.fp4_linear.tiled import TILED
+from qerl.kernels.fp4_linear.workspace import TILE_COUNTERS
 
 LIMIT = 232448  # of an H200
 CLUSTERS = {1: 132, 2: 66, 4: 30, 8: 15}  # as an H200 answers
@@ -196,3 +199,19 @@ def test_division_by_multiplication_is_exact(divisor):
         for n in (multiple * divisor - 1, multiple * divisor, multiple * divisor + 1):
             if n >= 0 and n * divisor < 1 << 32:
                 assert (n if per == 0 else n * per >> 32) == n // divisor
+
+
+@pytest.mark.parametrize("row_tiles", [1, 17, 288, 3456, 3696, 9504, 16384])
+def test_launches_of_the_middle_kernel_have_all_rows_once_and_a_counter_for_every_tile(row_tiles):
+    for tokens in (1, 16, 256, 1000, 1024, 1025, 2047, 2048, 2049, 8192, 65536):
+        runs = runs_of(tokens, row_tiles)
+        assert [row for run in runs for row in range(run.start, run.stop)] == list(range(tokens))
+        for run in runs:
+            rows = run.stop - run.start
+            shape = middle.choose(rows, row_tiles, 56, H200)
+            tiles = -(-rows // shape.tokens) * -(-row_tiles * 16 // shape.rows)
+            assert rows <= RUN_ROWS and tiles * shape.cluster * shape.groups <= TILE_COUNTERS
+            assert run.start % 256 == 0, "pointers of later rows are aligned, whatever the width"
+        if len(runs) > 1:
+            assert min(run.stop - run.start for run in runs) > max(run.stop - run.start for run in runs) - 512
+    assert len(runs_of(1024, row_tiles)) == 1, "a captured step is one launch"

@@ -11,6 +11,7 @@ from fp4_builders import cuda, exact_product
 from qerl.formats import dequantize, get_format
 from qerl.kernels.fp4_linear import middle
 from qerl.kernels.fp4_linear.adapter import flatten
+from qerl.kernels.fp4_linear.middle_shape import runs_of
 from qerl.kernels.fp4_linear.shrink import shrink
 
 pytestmark = [
@@ -141,6 +142,35 @@ def test_h_is_given_back(segments, d_in, rank):
         x = cuda(rows, d_in, seed=100 + rows)
         (h,) = middle.product(x, case.tiled, None, placements, a_RI, b_OR)[1]
         assert error(h, x.double() @ a_RI[0].double().T) < ONE_ROUNDING, rows
+
+
+@pytest.mark.parametrize(
+    ("segments", "d_in"),
+    [((3584, 512, 512), 3584), ((3584,), 18944), ((896, 128, 128), 896), ((300, 61), 136)],
+)
+def test_h_alone_has_the_bits_of_h_beside_y(segments, d_in):
+    case, parts = Case(segments, d_in), adapters_of(segments, d_in, 32)
+    call = (case.tiled, *flatten(parts))
+    for rows in (1, 17, 33, 64, 127, 200, 1000, 2049):
+        x = cuda(rows, d_in, seed=100 + rows)
+        (h,) = middle.shrunk(x, *call)
+        (beside,) = middle.product(x, case.tiled, None, *call[1:])[1]
+        assert torch.equal(h, beside), rows
+
+
+@pytest.mark.parametrize(("segments", "d_in"), [WEIGHTS[0], WEIGHTS[1], WEIGHTS[3], WEIGHTS[5]])
+def test_many_rows_are_several_launches(segments, d_in):
+    case, bias, parts = Case(segments, d_in), cuda(sum(segments), seed=9), adapters_of(segments, d_in, 32)
+    for rows in (1025, 2048, 2049, 4500):
+        x, other = cuda(rows, d_in, seed=rows), cuda(rows, d_in, seed=rows + 1)
+        other[-1] = x[-1]
+        y, reference = case.ours(x, bias, parts), case.exact(x, bias, parts)
+        for mine, theirs in zip(y.split(segments, 1), reference.split(segments, 1), strict=True):
+            assert error(mine, theirs) < ONE_ROUNDING, rows
+        assert torch.equal(y, case.ours(x, bias, parts)), rows
+        assert torch.equal(y[-1], case.ours(other, bias, parts)[-1]), rows
+        for run in runs_of(rows, case.tiled.tensors["tiles"].shape[0]):
+            assert torch.equal(y[run], case.ours(x[run], bias, parts)), (rows, run)
 
 
 def test_ranks_that_are_no_multiple_of_8_are_left_to_another_kernel():

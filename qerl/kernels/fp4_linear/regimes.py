@@ -19,6 +19,8 @@ DECODE_ROWS_OF_HEAD = 8
 """The same of an LM head: outputs of twice the bytes, and no adapters that the middle kernel would wait for."""
 MIDDLE_ROWS = 1024
 """Rows of x up to which the middle kernel is faster than dense."""
+RUN_ROWS = 2048
+"""Rows of x of one launch of the middle kernel, at most: x of so many, and the weights of the tiles that run at one time, stay in the cache."""
 SMALL_WEIGHT, MIDDLE_ROWS_OF_SMALL = 10_000_000, 128
 """Of a weight of fewer numbers than the first (every one of a 0.5B model), the dequantized copy stays in the cache: the middle kernel is
 faster only up to so many rows of x."""
@@ -75,5 +77,5 @@ def one_of_each(capability: tuple[int, int], *, kept: bool = False) -> tuple[int
     if kept and capability == HOPPER:
         return DECODE_ROWS // 2, KEPT_ROWS_OF_BASE[len(KEPT_ROWS_OF_BASE) // 2], KEPT_ROWS.stop
     if capability == HOPPER:
-        return DECODE_ROWS // 2, 100, MIDDLE_ROWS + 1
+        return DECODE_ROWS // 2, 100, min(MIDDLE_ROWS, RUN_ROWS) + 1
     return 8, 32, DECODE_ROWS_WITHOUT_MIDDLE + 1

@@ -51,14 +51,14 @@ def shrunk(
     b_OR: Sequence[Tensor],
     dense_OI: Tensor | None,
 ) -> tuple[Tensor, ...] | None:
-    """What `forward` gives beside y, with the same bits: without y, unless one kernel makes both."""
+    """What `forward` gives beside y, with the same bits: without y, or with as little of it as the kernel that makes both can."""
     if not fast(x_TI, weight, dense_OI):
         return reference.shrunk(x_TI, weight, placements, a_RI, b_OR, dense_OI)
     regime = regime_of(x_TI, weight, placements, a_RI, b_OR)
     if regime in (regimes.DECODE, regimes.KEPT):
         return None
     if regime == regimes.MIDDLE:
-        return middle.product(x_TI, weight, None, placements, a_RI, b_OR, dtype=x_TI.dtype)[1]
+        return middle.shrunk(x_TI, weight, placements, a_RI, b_OR)
     return tuple(shrink(x_TI, a) for a in a_RI)
 
 
