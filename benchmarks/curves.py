@@ -24,7 +24,8 @@ if __name__ == "__main__" and not __package__:
 import torch
 
 from benchmarks.captured import step_of
-from benchmarks.rollout import NO_EOS, floor_ms, tiny
+from benchmarks.lengths import NO_EOS
+from benchmarks.rollout import floor_ms, tiny
 from benchmarks.stored import write_result
 from benchmarks.synthetic import StubTokenizer, model_spec, random_model, set_rank
 from benchmarks.timing import device_times, host_times, require_gpu

@@ -1,6 +1,7 @@
 """Speed of generation, with random weights in the shapes of Qwen2.5, or with a real model on GSM8K.
 
-    python benchmarks/rollout.py [--size 7B] [--formats nvfp4,bf16] [--noise off,response] [--sequences 1,8,32,64,128,256] [--realistic]
+    python benchmarks/rollout.py [--size 7B] [--formats nvfp4,bf16] [--noise off,response] [--sequences 1,8,32,64,128,256]
+                                 [--realistic] [--rows 256] [--kv-gb auto,3]
                                  [--out results/rollout_7b.json]
     python benchmarks/rollout.py --model FOLDER [--data gsm8k] [--out results/rollout_05b.json] [key=value …]
 
@@ -9,10 +10,11 @@ A line is printed for every cell of the table; ``--out`` keeps them in a file, w
 The protocol of the anchors: prompts of 16 tokens, 192 new tokens, no stop, sampled at temperature 1 with log-probs, adapters of
 rank 32 on all seven projections with B not zero. A step is timed as the engine runs it, looks of the host included: the time of the
 decode rounds of a call over their steps, median of several calls (``ms_per_step``), and over all calls the median, second and eighth decile of single
-rounds, which are the steps between two looks (``rounds``: 23 a call of 192 tokens). A captured step alone is timed after the calls, 20 times (``captured_us_deciles``); unless ``--bare``, kernel times come from
+rounds, which are the steps between two looks (``rounds``: 23 a call of 192 tokens; ``rounds_ms`` has each of them, in their order). A captured step alone is timed after the calls, 20 times (``captured_us_deciles``); unless ``--bare``, kernel times come from
 a profile of one whose launches do not overlap (`apart`), since kernels that overlap count their waiting. The floor of a step is the sum over linear layers, head, adapters and cache of the larger of bytes / 4.28 TB/s and
 operations / 790 TFLOP/s. Dequantized copies of weights are kept where ``qerl train`` and ``qerl rollout`` keep them on this device, unless ``--dense-cache`` says otherwise; ``copies`` of a cell
-tells whether there are any, and the floor is that of packed weights all the same. ``--realistic``: 64 prompts x 8 answers, 256 tokens in, lengths from a long-tailed distribution up to 2048.
+tells whether there are any, and the floor is that of packed weights all the same. ``--realistic``: 64 prompts x 8 answers, 256 tokens in, lengths from a long-tailed distribution up to 2048, on 512 rows;
+on fewer (``--rows``) they are filled again as answers end, with less room for keys and values (``--kv-gb``) answers are put back and computed again, and prompts longer than ``--chunk`` are computed in parts.
 ``--tiny`` runs all of it on the CPU with toy shapes, and without profile.
 """
 
@@ -36,23 +38,22 @@ if __name__ == "__main__" and not __package__:
 import torch
 
 from benchmarks.captured import profile
+from benchmarks.lengths import NO_EOS, make_prompts, real, realistic
 from benchmarks.stored import write_result
 from benchmarks.synthetic import StubTokenizer, model_spec, random_model
 from benchmarks.timing import deciles, require_gpu
 from qerl import memory
 from qerl.config.load import load_config
-from qerl.kernels import philox
 from qerl.model.aqn import NoiseState
 from qerl.model.decoder import Decoder
 from qerl.model.spec import ModelSpec
-from qerl.records import Prompt, SamplingSpec
+from qerl.records import SamplingSpec
 from qerl.rollout.engine import Engine
 from qerl.units import GB
 
 BANDWIDTH, COMPUTE = 4.28e12, 790e12
 """Of one H200: bytes a second of a copy, operations a second of a bfloat16 product, both measured."""
 
-NO_EOS = (10**6,)
 ANCHORS = {
     "source": "an earlier run on the same kind of machine: vLLM 0.26.0, ms a step at 1, 8, 32, 64, 128, 256 sequences",
     "7B bf16 + LoRA": [6.61, 6.41, 6.53, 6.98, 9.39, 12.43],
@@ -75,13 +76,6 @@ def tiny(spec: ModelSpec) -> ModelSpec:
         head_dim=16,
         max_positions=256,
     )
-
-
-def make_prompts(count: int, length: int, vocabulary: int = 150_000) -> list[Prompt]:
-    """Prompts of random tokens."""
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, vocabulary, (count, length), generator=generator).tolist()
-    return [Prompt(id=str(i), question="", answer="", text="", token_ids=tuple(row)) for i, row in enumerate(ids)]
 
 
 def floor_ms(model: Decoder, sequences: int, context: float) -> float:
@@ -160,6 +154,7 @@ def steps(
         "ms_min_max": [min(times), max(times)],
         "calls": calls,
         "rounds": spread(rounds),
+        "rounds_ms": [float(f"{ms:.4g}") for ms in rounds],
         "tokens_per_second": 1e3 * sequences / ms,
         "seconds_whole_and_prefill": whole,
         "floor_ms": floor,
@@ -175,50 +170,6 @@ def steps(
     }
     engine.release()
     return result
-
-
-def realistic(model: Decoder, noise: Any, calls: int) -> dict[str, Any]:
-    """64 prompts x 8 answers of lengths from a log-normal distribution (median 300, a tenth above 900) up to 2048; the first call captures."""
-    if model.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    engine = Engine(model, StubTokenizer(NO_EOS), max_num_seqs=512)  # type: ignore[arg-type]
-    count, prompt, longest = (64, 256, 2048) if model.spec.max_positions > 2304 else (3, 20, 100)
-    normal = philox.normal(0, "benchmark/lengths", 8 * count)
-    lengths = (0.15 * longest * (0.85 * normal).exp()).clamp(1, longest).long().tolist()
-    prompts, results = make_prompts(count, prompt, model.spec.vocab_size), []
-    for seed in range(calls):
-        # Lengths are imposed through the limit of each row, so that random weights do not decide them.
-        _, stats = engine.generate(
-            prompts, SamplingSpec(max_new_tokens=longest, seed=seed), group_size=8, noise=noise, limits=lengths
-        )
-        results.append(stats)
-    peak = torch.cuda.max_memory_allocated() / GB if model.device.type == "cuda" else None
-    return {"mean_length": statistics.mean(lengths), "longest": max(lengths), "peak_gb": peak, "calls": results}
-
-
-def real(folder: str, data: str, prompts: int, answer: int, settings: list[str]) -> dict[str, Any]:
-    """A real model on questions of a data set, with its own stops: the sampling of a training step, 8 answers a prompt."""
-    from qerl.train.prompts import load_prompts
-    from qerl.train.session import open_session
-
-    config = load_config(
-        None,
-        [
-            f"model.path={folder}",
-            f"data.train={data}",
-            "rollout.max_num_seqs=512",
-            f"rollout.max_new_tokens={answer}",
-            *settings,
-        ],
-    )
-    session = open_session(config)
-    questions, _, _ = load_prompts(config, session.tokenizer, data, "train", prompts)
-    results = []
-    for seed in range(3):
-        _, stats = session.engine.generate(questions, SamplingSpec(max_new_tokens=answer, seed=seed), group_size=8)
-        results.append(stats)
-    kept = session.config.quant.dense_cache
-    return {"model": folder, "data": data, "settings": settings, "dense_cache": kept, "calls": results}
 
 
 def show(cell: dict[str, Any], started: float) -> None:
@@ -275,12 +226,19 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=32)
     parser.add_argument("--calls", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=math.inf, help="start no cell after so many seconds")
-    parser.add_argument("--prompt", type=int, default=16, help="tokens of a prompt, which up to 8 sequences share")
+    parser.add_argument(
+        "--prompt", type=int, help="tokens of a prompt, which up to 8 sequences share: 16, and 256 with --realistic"
+    )
     parser.add_argument("--new", type=int, default=192, help="new tokens of a sequence")
     parser.add_argument(
         "--together", default="off", help="off, on or off,on: rows of one prompt read its pages together"
     )
     parser.add_argument("--realistic", action="store_true")
+    parser.add_argument("--rows", type=int, default=512, help="most answers of --realistic that run at once")
+    parser.add_argument(
+        "--kv-gb", default="auto", help="room for keys and values of --realistic, one cell each: auto, GB or auto,3"
+    )
+    parser.add_argument("--chunk", type=int, default=8192, help="most prompt tokens of one pass of --realistic")
     parser.add_argument(
         "--dense-cache", choices=("auto", "on", "off"), default="auto", help="copies of weights (quant.dense_cache)"
     )
@@ -344,15 +302,18 @@ def main() -> None:
             }
             for sequences, together in cells_of(arguments, scope):
                 if reached(f"{format}/{head_format}, noise {scope}, {sequences}{' together' * together}"):
-                    protocol = {"prompt": arguments.prompt, "new": arguments.new, "together": together}
+                    protocol = {"prompt": arguments.prompt or 16, "new": arguments.new, "together": together}
                     add(
                         {
                             **head,
                             **steps(model, noise, sequences, calls=arguments.calls, bare=arguments.bare, **protocol),
                         }
                     )
-            if arguments.realistic and reached(f"{format}/{head_format}, noise {scope}, realistic"):
-                add({**head, "realistic": realistic(model, noise, arguments.calls)})
+            for room in arguments.kv_gb.split(",") if arguments.realistic else ():
+                if reached(f"{format}/{head_format}, noise {scope}, realistic, room {room}"):
+                    asked = {"rows": arguments.rows, "prompt": arguments.prompt, "chunk": arguments.chunk}
+                    kv_gb = None if room == "auto" else float(room)
+                    add({**head, "realistic": realistic(model, noise, arguments.calls, kv_gb=kv_gb, **asked)})
         del model
         gc.collect()
         if not arguments.tiny:

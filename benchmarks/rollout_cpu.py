@@ -24,7 +24,7 @@ if __name__ == "__main__" and not __package__:
 
 import torch
 
-from benchmarks.rollout import NO_EOS, make_prompts
+from benchmarks.lengths import NO_EOS, make_prompts
 from benchmarks.stored import write_result
 from benchmarks.synthetic import StubTokenizer
 from qerl.config.schema import QuantConfig

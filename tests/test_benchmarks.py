@@ -220,10 +220,36 @@ def test_the_rollout_benchmark_runs_in_toy_shapes(tmp_path):
     # On the CPU the host looks at every token; a round is between two looks.
     assert all(cell["rounds"]["count"] == 2 * (192 - 1) for cell in timed)
     assert all(0 < cell["rounds"]["ms_p20"] <= cell["rounds"]["ms"] <= cell["rounds"]["ms_p80"] for cell in timed)
+    assert all(len(cell["rounds_ms"]) == cell["rounds"]["count"] for cell in timed)
+    assert all(
+        min(cell["rounds_ms"]) <= cell["rounds"]["ms"] * 1.001 <= 1.002 * max(cell["rounds_ms"]) for cell in timed
+    )
     realistic = [cell["realistic"] for cell in content["cells"] if "realistic" in cell]
     assert len(realistic) == 4
     assert realistic[0]["longest"] > 2 * realistic[0]["mean_length"]
     assert "an earlier run" in content["anchors"]["source"]
+
+
+def test_answers_on_fewer_rows_are_refilled_put_back_and_computed_in_parts(tmp_path):
+    """24 answers of up to 100 tokens to prompts of 60 on 8 rows: with room for all, and for five rows of one page."""
+    out = tmp_path / "rollout.json"
+    options = ["--tiny", "--sequences", "", "--calls", "3", "--realistic", "--rows", "8", "--prompt", "60"]
+    # A page of 64 tokens is 16,384 bytes in these shapes.
+    command = [sys.executable, "-m", "qerl", "bench", "rollout", *options, "--chunk", "16", "--kv-gb", "auto,1.4e-4"]
+    result = subprocess.run([*command, "--out", str(out)], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    roomy, tight = (cell["realistic"] for cell in json.loads(out.read_text())["cells"])
+    assert (roomy["rows"], roomy["prompt_tokens"], roomy["chunk_tokens"], roomy["kv_gb"]) == (8, 60, 16, None)
+    for cell in (roomy, tight):
+        least, most = cell["warm_tokens_per_second_min_max"]
+        assert sorted(stats["tokens_per_second"] for stats in cell["calls"][1:]) == [least, most]
+        assert [stats["refills"] > 0 and stats["prefill_chunks"] > 0 for stats in cell["calls"]] == [True] * 3
+    for stats in roomy["calls"]:
+        assert (stats["preemptions"], stats["prefill_tokens_again"]) == (0, 0)
+        assert stats["prefill_tokens"] == 3 * 59
+    for stats in tight["calls"]:
+        assert stats["preemptions"] > 0
+        assert stats["prefill_tokens"] - stats["prefill_tokens_again"] == 3 * 59
 
 
 @pytest.fixture

@@ -130,6 +130,7 @@ class Call:
         self.stats["decode_seconds"] = total - self.stats["prefill_seconds"]
         self.stats["generated_tokens"] = float(self.transcript.counts_S.sum())
         self.stats["prefill_tokens"] = float(self.prefill.tokens)
+        self.stats["prefill_tokens_again"] = float(self.prefill.tokens_again)
         self.stats["prefill_chunks"] = float(self.prefill.chunks)
         self.stats["decode_steps"] = float(self.steps)
         self.stats["refills"] = float(self.scheduler.refills)

@@ -190,7 +190,8 @@ class Engine:
         Returns:
             (completions, stats). completions[i * G + j] is answer j to prompt i. Stats are counters:
             ``generated_tokens``, ``prompt_tokens`` (each prompt once), ``prefill_tokens`` (computed before the first decode
-            step, all but the last of each prompt, and again what preempted ones had), ``prefill_chunks`` (passes over a part of a prompt),
+            step, all but the last of each prompt, and again what preempted ones had), ``prefill_tokens_again`` (those of them that had been computed
+            before), ``prefill_chunks`` (passes over a part of a prompt),
             ``decode_steps``, ``refills`` (times that freed
             rows were filled again), ``preemptions`` (sequences that were put back for want of pages and computed again),
             ``peak_rows``, ``kv_bytes``, ``graph_captures`` and ``graph_seconds`` (first steps of a kind, and their capture),

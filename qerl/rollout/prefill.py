@@ -55,6 +55,9 @@ class Prefill:
         self._chunk_tokens = chunk_tokens
         self.tokens = 0
         """Computed so far."""
+        self.tokens_again = 0
+        """Of these, ones that had been computed before: of answers that were put back, and of prompts that nobody kept."""
+        self._prefixes: set[tuple[int, int, int]] = set()
         self.chunks = 0
         """Passes that computed a part of a prompt."""
 
@@ -74,6 +77,10 @@ class Prefill:
                 source_M, target_M = on_device(start.copies, workspace.device).unbind(1)
                 workspace.cache.copy(source_M, target_M, workspace.cache.page_tokens)
         fresh = [start for start in starts if start.prefill_tokens]
+        for start in fresh:
+            head = start.sequences[0]
+            self.tokens_again += start.prefill_tokens * (head.answered > 0 or head.prefix in self._prefixes)
+            self._prefixes.add(head.prefix)
         if self.in_parts(starts):
             yield from self._chunked(fresh[0])
         else:

@@ -101,6 +101,8 @@ def test_preemption_at_any_shortage_changes_no_answer(model, tokenizer, pages, a
     found, stats = generate(model, tokenizer, paged=True, kv_bytes=pages * PAGE_BYTES, window=2, ahead=ahead)
     assert_same_answers(found, expected)
     assert stats["prefill_tokens"] > whole["prefill_tokens"]
+    assert stats["prefill_tokens"] - stats["prefill_tokens_again"] == whole["prefill_tokens"]
+    assert whole["prefill_tokens_again"] == 0
 
 
 def test_a_memory_too_small_for_one_sequence_is_refused(model, tokenizer):
