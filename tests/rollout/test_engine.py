@@ -230,11 +230,16 @@ def test_another_rollout_stream_or_seed_gives_other_answers(model, tokenizer):
 # The trainer's own tensors
 
 
-def test_a_changed_adapter_is_visible_in_the_next_call(model, tokenizer):
-    engine, spec, prompts = Engine(model, tokenizer), SamplingSpec(max_new_tokens=10), make_prompts(RAGGED)
+@pytest.mark.parametrize("paged", [False, True])
+def test_a_changed_adapter_is_visible_in_the_next_call(model, tokenizer, paged):
+    """Also where the cache is kept: its pages still hold what the adapters before made of the same prompts."""
+    engine, spec, prompts = Engine(model, tokenizer, paged=paged), SamplingSpec(max_new_tokens=10), make_prompts(RAGGED)
     first, _ = engine.generate(prompts, spec)
+    kept = engine._workspace
+    assert (kept is not None) == paged
     shift_adapters(model, 0.3)
     second, _ = engine.generate(prompts, spec)
+    assert engine._workspace is kept
     assert tokens_of(first) != tokens_of(second)
     for completion in second:
         expected = teacher_forced(model, completion, 1.0)
