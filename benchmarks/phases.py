@@ -36,7 +36,7 @@ class Case:
     """One model, and what is done with it."""
 
     kind: str
-    """``passes``, ``peers``, ``full``, ``whole`` or ``capped``."""
+    """``passes``, ``peers``, ``full``, ``offload``, ``whole`` or ``capped``."""
     size: str
     format: str = "nvfp4"
     copies: bool = False
@@ -44,8 +44,10 @@ class Case:
     optimizer: str = "adamw"
     """Name of the optimizer (``optim.name``)."""
     checkpointing: str = "full"
-    updates: int = 1
-    """Timed updates, or whole steps."""
+    offload: bool = False
+    """The layers' inputs that full checkpointing keeps wait in the host's memory (``train.activation_offloading``)."""
+    updates: int = 3
+    """Timed updates, or whole steps, where there is time for them."""
     shapes: tuple[int, ...] = (4096, MICRO_BATCH)
     """Tokens of the micro-batches whose memory is compared; the last is timed."""
     prompts: int = 1
@@ -63,6 +65,8 @@ class Case:
             return f"{self.size} {self.format} by peft and transformers"
         if self.kind == "full":
             return f"{self.size} {self.format}, all weights, {self.optimizer}"
+        if self.kind == "offload":
+            return f"{self.size} {self.format}, layer inputs {'on the host' if self.offload else 'on the device'}"
         limited = f" in {self.cap_gb:g} GB" if self.cap_gb else ""
         if self.kind in ("whole", "capped"):
             return f"{self.size} {self.format}{limited}, step of {8 * self.prompts} x {self.new}"
@@ -70,6 +74,18 @@ class Case:
         way = "" if self.checkpointing == "full" else f", checkpointing {self.checkpointing}"
         wide = "" if self.shapes[-1] == MICRO_BATCH else f", micro-batches of {self.shapes[-1]}"
         return f"{self.size} {self.format}{kept}{way}{wide}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """A whole step that was made."""
+
+    timer: StageTimer
+    """Seconds and peaks of its stages."""
+    between: float
+    """Seconds between rollout and training."""
+    stats: dict[str, float]
+    """Of its rollout."""
 
 
 class Run:
@@ -101,8 +117,9 @@ class Run:
 
     def config(self, budget: int) -> Any:
         # Micro-batches that are compared with others have as many tokens; whole steps share what they can.
-        more = ["train.share_prompts=false"] if self.case.kind in ("passes", "full") else []
+        more = ["train.share_prompts=false"] if self.case.kind in ("passes", "full", "offload") else []
         more += [f"quant.dense_cache={'on' if self.case.copies else 'off'}"]
+        more += ["train.activation_offloading=true"] if self.case.offload else []
         more += ["train.mode=full", f"optim.name={self.case.optimizer}"] if self.case.kind == "full" else []
         return settings(
             self.case.format, self.case.checkpointing, prompts=self.case.prompts, prompt=self.prompt, answer=self.new,
@@ -201,8 +218,8 @@ class Run:
         answers = random_answers(self.model.spec, self.prompts[:1], [min(64, self.new)] * 8)
         learned(self.config(MICRO_BATCH), self.model, self.optimizer, answers, StageTimer(self.device))
 
-    def step(self) -> tuple[StageTimer, float]:
-        """Rollout and update; the stages' times, and the seconds between rollout and training."""
+    def step(self) -> Step:
+        """Rollout and update."""
         timer = StageTimer(self.device)
         with timer.stage("rollout"):
             answers = self.sample(self.sampled)
@@ -210,4 +227,4 @@ class Run:
         if self.sampled < self.new:
             answers = self.answers(len(answers))
         learned(self.config(MICRO_BATCH), self.model, self.optimizer, answers, timer)
-        return timer, between
+        return Step(timer=timer, between=between, stats=self.stats)

@@ -1,21 +1,23 @@
 """The training step on a GPU: log-prob pass, backward pass, update; memory against its prediction; whole GRPO steps, also under a cap.
 
-    python benchmarks/step.py [--out results/step_h200.json] [--only passes,peers,full,whole,capped] [--add FILE ...] [--seconds 400] [--tiny]
+    python benchmarks/step.py [--out results/step_h200.json] [--only passes,peers,full,offload,whole,capped] [--add FILE ...]
+                              [--whole-steps 5] [--seconds 1200] [--tiny]
     python benchmarks/step.py --only '' --add FILE ... --out results/step_h200.json
 
 Models have Qwen2.5 shapes and random weights (speed does not depend on the values), LoRA rank 32 on all seven projections with
 trained norms. ``passes``: an update from eight answers of 2048 tokens, of which 1920 are in the loss, in micro-batches of 4k and of
 8k tokens (no prompt shared), of a 0.5B also with copies of the weights kept, as a run of one does by itself; times are of one micro-batch of 8192, or of as many tokens as the row names. ``peers``: the same micro-batch by peft and transformers, on BF16 and on
 bitsandbytes' NF4. ``step`` is an update from all answers. ``full``: the passes where every weight learns, with AdamW's moments in float32 and
-in 8 bits, and its memory beside the plan. ``whole``: rollout (all answers as long as they may be), log-probs, backward and update of one step; and the
-speed-up of NVFP4 over BF16, by the clock and from parts. ``capped``: the same in one process under a cap of memory, with BF16 under
-the same cap. ``--most-new 7B=512`` shortens the answers of whole steps; under a cap there is still room for all of their tokens and
+in 8 bits, and its memory beside the plan. ``offload``: the passes of a 7B with the inputs of its layers kept in the host's memory, and on the device. ``whole``: rollout (all answers as long as they may be), log-probs, backward and update, ``--whole-steps`` times; and the
+speed-up of NVFP4 over BF16, by the clock and from parts, of medians. ``capped``: one such step in one process under a cap of memory, with BF16 under
+the same cap: torch's allocator and the engine's lent memory together have no more (`qerl.kernels.cuda.bounded`, as with `train.memory_budget`). ``--most-new 7B=512`` shortens the answers of whole steps; under a cap there is still room for all of their tokens and
 the update is made from answers as long as they may be, only fewer tokens are sampled.
 
 Every row names its command, commit, torch and device. ``--add`` keeps the rows (and notes) of earlier outputs, the last of one name, and a row that is measured
 now takes the place of one that was added; the second form only puts outputs together, and needs no GPU. A speed-up is of two rows of one commit.
 
-Times are by the host's clock between synchronizations; ``repeats`` says of how many updates or steps a figure is. Operations are counted as 4 P T + 4 P_head T_answer + attention (a frozen
+Times are by the host's clock between synchronizations; ``repeats`` says of how many updates or steps a figure is the median; those before, which compile and capture,
+are in none. Of all of them are the times in ``all``, and memory is that of the largest. Where the time is too short for all that were asked for, fewer are made (``cut`` of a row says how many). Operations are counted as 4 P T + 4 P_head T_answer + attention (a frozen
 base has no weight gradient), 6 P T with full recomputation (of which a layer's last product is not made again), 2 P T for a log-prob pass. A case that finds too little time left is
 skipped and says so; one that runs out of memory is "not runnable". ``--tiny`` runs all of it on the CPU with toy shapes.
 """
@@ -24,12 +26,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 if __name__ == "__main__" and not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
@@ -42,7 +45,6 @@ from benchmarks.stored import made_by, write_result
 from benchmarks.timing import require_gpu
 from benchmarks.training import (
     STAGES,
-    cap,
     clear,
     compare,
     learned,
@@ -52,24 +54,24 @@ from benchmarks.training import (
     spec_of,
 )
 from qerl.errors import MissingDependencyError
-from qerl.records import Completion
+from qerl.kernels.cuda import bounded
+from qerl.memory.bound import is_out_of_memory
 from qerl.report.speedup import speed_up
 from qerl.train.timing import StageTimer
 from qerl.units import GB
 
 PROMPT, ANSWER = 128, 1920
+T = TypeVar("T")
 
 CASES = (
-    Case(kind="passes", size="7B", updates=3, needs=0),
-    Case(kind="passes", size="7B", format="bf16", updates=3),
-    Case(kind="passes", size="0.5B", updates=3, needs=5),
-    Case(kind="passes", size="0.5B", copies=True, updates=3, needs=5),
-    Case(kind="passes", size="0.5B", format="bf16", updates=3, needs=5),
-    Case(kind="passes", size="0.5B", checkpointing="none", shapes=(65536,), prompts=4, updates=3, needs=5),
-    Case(kind="passes", size="0.5B", copies=True, checkpointing="none", shapes=(65536,), prompts=4, updates=3, needs=5),
-    Case(
-        kind="passes", size="0.5B", format="bf16", checkpointing="none", shapes=(65536,), prompts=4, updates=3, needs=5
-    ),
+    Case(kind="passes", size="7B", needs=0),
+    Case(kind="passes", size="7B", format="bf16"),
+    Case(kind="passes", size="0.5B", needs=5),
+    Case(kind="passes", size="0.5B", copies=True, needs=5),
+    Case(kind="passes", size="0.5B", format="bf16", needs=5),
+    Case(kind="passes", size="0.5B", checkpointing="none", shapes=(65536,), prompts=4, needs=5),
+    Case(kind="passes", size="0.5B", copies=True, checkpointing="none", shapes=(65536,), prompts=4, needs=5),
+    Case(kind="passes", size="0.5B", format="bf16", checkpointing="none", shapes=(65536,), prompts=4, needs=5),
     Case(kind="passes", size="7B", checkpointing="none", shapes=(8192,)),
     Case(kind="passes", size="7B", checkpointing="selective", shapes=(8192,)),
     Case(kind="passes", size="14B"),
@@ -78,20 +80,22 @@ CASES = (
     Case(kind="passes", size="0.5B", format="nf4"),
     Case(kind="passes", size="7B", format="nf4", needs=12),
     Case(kind="passes", size="32B", format="nf4", shapes=(8192,), needs=40),
-    Case(kind="full", size="0.5B", format="bf16", shapes=(8192,), updates=3, needs=6),
-    Case(kind="full", size="0.5B", format="bf16", optimizer="adamw_8bit", shapes=(8192,), updates=3, needs=6),
-    Case(kind="full", size="1.5B", format="bf16", shapes=(8192,), updates=3, needs=8),
-    Case(kind="full", size="1.5B", format="bf16", optimizer="adamw_8bit", shapes=(8192,), updates=3, needs=8),
+    Case(kind="full", size="0.5B", format="bf16", shapes=(8192,), needs=6),
+    Case(kind="full", size="0.5B", format="bf16", optimizer="adamw_8bit", shapes=(8192,), needs=6),
+    Case(kind="full", size="1.5B", format="bf16", shapes=(8192,), needs=8),
+    Case(kind="full", size="1.5B", format="bf16", optimizer="adamw_8bit", shapes=(8192,), needs=8),
+    Case(kind="offload", size="7B", updates=5, shapes=(8192,)),
+    Case(kind="offload", size="7B", offload=True, updates=5, shapes=(8192,)),
     Case(kind="whole", size="7B", prompts=8, new=1024, needs=35),
     Case(kind="whole", size="7B", format="bf16", prompts=8, new=1024, needs=35),
     Case(kind="whole", size="32B", new=512, needs=25),
     Case(kind="whole", size="32B", format="bf16", new=512, needs=35),
-    Case(kind="capped", size="32B", cap_gb=48.0, needs=30),
-    Case(kind="capped", size="14B", cap_gb=24.0, needs=18),
-    Case(kind="capped", size="7B", cap_gb=14.0, needs=12),
-    Case(kind="capped", size="32B", format="bf16", cap_gb=48.0, needs=3),
-    Case(kind="capped", size="14B", format="bf16", cap_gb=24.0, needs=3),
-    Case(kind="capped", size="7B", format="bf16", cap_gb=14.0, needs=3),
+    Case(kind="capped", size="32B", updates=1, cap_gb=48.0, needs=30),
+    Case(kind="capped", size="14B", updates=1, cap_gb=24.0, needs=18),
+    Case(kind="capped", size="7B", updates=1, cap_gb=14.0, needs=12),
+    Case(kind="capped", size="32B", format="bf16", updates=1, cap_gb=48.0, needs=3),
+    Case(kind="capped", size="14B", format="bf16", updates=1, cap_gb=24.0, needs=3),
+    Case(kind="capped", size="7B", format="bf16", updates=1, cap_gb=14.0, needs=3),
     Case(kind="peers", size="7B", format="nf4", needs=12),
     Case(kind="peers", size="0.5B", format="nf4", needs=5),
     Case(kind="peers", size="32B", format="bf16", needs=35),
@@ -109,6 +113,9 @@ class Bench:
         seconds: time for everything.
         tiny: toy shapes.
         most_new: by size, most tokens that are sampled of an answer of a whole step.
+
+    Attributes:
+        reserved: seconds that cases after this one need at the least.
     """
 
     def __init__(self, device: torch.device, seconds: float, *, tiny: bool, most_new: Mapping[str, int]):
@@ -116,6 +123,7 @@ class Bench:
         self.end = time.perf_counter() + seconds
         self.rows: dict[str, Any] = {}
         self.notes: list[str] = []
+        self.reserved = 0.0
         self.prompt, self.answer = (4, 12) if tiny else (PROMPT, ANSWER)
 
     def run(self, case: Case) -> None:
@@ -124,18 +132,20 @@ class Bench:
             self.keep(case.name, {"skipped": f"{left:.0f} s left, {case.needs:g} needed"})
             return
         began = time.perf_counter()
-        cap(self.device, case.cap_gb)
         clear(self.device)
         try:
-            measure = {"passes": self._passes, "full": self._passes, "peers": self._peers}.get(case.kind, self._whole)
-            row = measure(case)
-        except torch.OutOfMemoryError as error:
-            row = {"not runnable": str(error).split(". ")[0]}
+            with bounded(None if case.cap_gb is None else int(case.cap_gb * GB), self.device):
+                row = {"whole": self._whole, "capped": self._whole, "peers": self._peers}.get(case.kind, self._passes)(
+                    case
+                )
         except (ImportError, MissingDependencyError) as error:
             row = {"skipped": str(error)}
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            row = {"not runnable": str(error).split(". ")[0]}
         finally:
             clear(self.device)
-            cap(self.device, None)
         self.keep(case.name, row | {"seconds_in_all": time.perf_counter() - began})
 
     def keep(self, name: str, row: dict[str, Any]) -> None:
@@ -166,11 +176,14 @@ class Bench:
         run.warm_up()
         answers = random_answers(spec, run.prompts, [self.answer] * (8 * case.prompts))
         row: dict[str, Any] = {"memory": {}}
+
+        def update() -> StageTimer:
+            return learned(config, run.model, run.optimizer, answers, StageTimer(self.device))
+
         for budget in case.shapes:
             config = run.config(budget)
-            timer = learned(config, run.model, run.optimizer, answers, StageTimer(self.device))
-            row["memory"][budget] = compare(config, spec, timer)
-        timed = [timer, *(self._again(run, config, answers) for _ in range(case.updates - 1))]
+            timed = self._repeated(case.updates if budget == case.shapes[-1] else 1, update, row)
+            row["memory"][budget] = compare(config, spec, timed)
         each = case.shapes[-1] // (PROMPT + ANSWER)
         counted = operations(spec, case.checkpointing, each, self.prompt, self.answer, full=case.kind == "full")
         for stage in STAGES:
@@ -180,8 +193,17 @@ class Bench:
         steps = rated([sum(timer.total[stage] for stage in STAGES) for timer in timed], None)
         return row | {"step": steps | {"answers": len(answers)}}
 
-    def _again(self, run: Run, config: Any, answers: list[Completion]) -> StageTimer:
-        return learned(config, run.model, run.optimizer, answers, StageTimer(self.device))
+    def _repeated(self, count: int, once: Callable[[], T], row: dict[str, Any]) -> list[T]:
+        """What so many calls give, or as many as there is time for: one at least. A row with fewer says so."""
+        found, longest = [], 0.0
+        while len(found) < count:
+            began = time.perf_counter()
+            if found and began + longest > self.end - self.reserved:
+                row["cut"] = f"{len(found)} of {count} were made: there was no time for more"
+                break
+            found.append(once())
+            longest = max(longest, time.perf_counter() - began)
+        return found
 
     def _peers(self, case: Case) -> dict[str, Any]:
         spec, sequences = spec_of(case.size, tiny=self.tiny), MICRO_BATCH // (PROMPT + ANSWER)
@@ -194,16 +216,21 @@ class Bench:
         run = Run(case, self.device, self.prompt, new=new, sampled=short, tiny=self.tiny)
         run.warm_up()
         packs = run.packs(MICRO_BATCH)
-        row: dict[str, Any] = {"repeats": 1}
+        row: dict[str, Any] = {}
         if case.cap_gb is None:
             row["part_of_a_rollout"] = run.part_of_a_rollout()
             row["learning"] = run.learning(packs)
-        timer, between = run.step()
-        stages = {name: timer.total[name] for name in ("rollout", *STAGES)}
-        row["seconds"] = {**stages, "to_training": between, "step": sum(stages.values()) + between}
+        steps = self._repeated(case.updates, run.step, row)
+        timers = [step.timer for step in steps]
+        every = {name: [timer.total[name] for timer in timers] for name in ("rollout", *STAGES)}
+        every["to_training"] = [step.between for step in steps]
+        every["step"] = [sum(parts) for parts in zip(*every.values(), strict=True)]
+        row["repeats"] = len(steps)
+        row["seconds"] = {name: statistics.median(seconds) for name, seconds in every.items()}
+        row["all"] = every
+        row["captures"] = {key: [step.stats[f"graph_{key}"] for step in steps] for key in ("captures", "seconds")}
         if case.cap_gb is None:
             row["switch"] = run.switching()
-        row["captures"] = {key: run.stats[f"graph_{key}"] for key in ("captures", "seconds")}
         row["tokens"] = {
             "sampled": run.sampled,
             "room": run.new,
@@ -211,7 +238,7 @@ class Bench:
         }
         # The plan is for passes that are full; answers of one length leave some room in each.
         largest = max(batch.num_tokens for batch in packs)
-        row["memory"] = {largest: compare(run.config(largest), run.model.spec, timer, ("rollout", *STAGES))}
+        row["memory"] = {largest: compare(run.config(largest), run.model.spec, timers, ("rollout", *STAGES))}
         return row
 
     def speed_ups(self) -> dict[str, Any]:
@@ -250,14 +277,15 @@ class Bench:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--only", default="passes,peers,full,whole,capped", help="kinds of cases, with commas")
+    parser.add_argument("--only", default="passes,peers,full,offload,whole,capped", help="kinds of cases, with commas")
     parser.add_argument("--sizes", default="0.5B,1.5B,7B,14B,32B", help="sizes, with commas")
     parser.add_argument("--formats", default="nvfp4,bf16,nf4", help="formats of the base, with commas")
     parser.add_argument("--most-new", nargs="*", default=[], metavar="SIZE=N", help="most tokens sampled of an answer")
+    parser.add_argument("--whole-steps", type=int, default=5, metavar="N", help="timed steps of a case of whole ones")
     parser.add_argument(
         "--add", type=Path, nargs="*", default=[], help="earlier outputs whose rows are kept beside the new ones"
     )
-    parser.add_argument("--seconds", type=float, default=400.0)
+    parser.add_argument("--seconds", type=float, default=1200.0)
     parser.add_argument("--tiny", action="store_true")
     arguments = parser.parse_args()
     kinds = [kind for kind in arguments.only.split(",") if kind]
@@ -278,13 +306,14 @@ def main() -> None:
 
     if arguments.add:
         write()
-    for case in CASES:
+    sizes, formats = arguments.sizes.split(","), arguments.formats.split(",")
+    cases = [case for case in CASES if case.kind in kinds and case.size in sizes and case.format in formats]
+    for index, case in enumerate(cases):
         if case.kind == "whole":
-            case = replace(case, new=min(case.new, most_new.get(case.size, case.new)))
-        sizes, formats = arguments.sizes.split(","), arguments.formats.split(",")
-        if case.kind in kinds and case.size in sizes and case.format in formats:
-            bench.run(case)
-            write()
+            case = replace(case, new=min(case.new, most_new.get(case.size, case.new)), updates=arguments.whole_steps)
+        bench.reserved = sum(other.needs for other in cases[index + 1 :])
+        bench.run(case)
+        write()
     print(json.dumps(bench.speed_ups(), indent=1), flush=True)
 
 

@@ -128,12 +128,15 @@ def rated(seconds: Sequence[float], counted: float | None) -> dict[str, Any]:
     return row
 
 
-def compare(config: Config, spec: ModelSpec, timer: StageTimer, stages: Sequence[str] = STAGES) -> dict[str, Any]:
-    """Predicted and measured peaks by stage, GB."""
+def compare(
+    config: Config, spec: ModelSpec, timers: Sequence[StageTimer], stages: Sequence[str] = STAGES
+) -> dict[str, Any]:
+    """Predicted and measured peaks by stage, GB; measured are the largest of all timers."""
     ledger = memory.predict(config, spec, device_type="cuda")
     rows: dict[str, Any] = {}
     for stage in stages:
-        peaks = timer.peaks.run.get(stage, {"allocated": 0, "reserved": 0})
+        found = [timer.peaks.run.get(stage, {"allocated": 0, "reserved": 0}) for timer in timers]
+        peaks = {kind: max(peak[kind] for peak in found) for kind in ("allocated", "reserved")}
         predicted = ledger.total(stage)
         rows[stage] = {
             "predicted": predicted / GB,
@@ -142,13 +145,6 @@ def compare(config: Config, spec: ModelSpec, timer: StageTimer, stages: Sequence
             "error": predicted / peaks["allocated"] - 1 if peaks["allocated"] else None,
         }
     return rows
-
-
-def cap(device: torch.device, gigabytes: float | None) -> None:
-    """Memory that the process may take from now on."""
-    if device.type == "cuda":
-        total = torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(1.0 if gigabytes is None else gigabytes * GB / total)
 
 
 def clear(device: torch.device) -> None:

@@ -6,7 +6,6 @@ import importlib.util
 import json
 import os
 import re
-import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -18,91 +17,6 @@ from typer.testing import CliRunner
 from qerl.cli import app
 
 ROOT = Path(__file__).resolve().parents[1]
-
-
-def test_the_step_benchmark_runs_every_kind_of_case_in_toy_shapes(tmp_path):
-    """Of 7B, 32B and 1.5B: in toy shapes all sizes are one, and every kind, format and cap is among theirs."""
-    older = {
-        "0.5B nvfp4": {"commit": "abc", "backward": {}},
-        "7B nvfp4": {"backward": {}},
-        "14B nvfp4": {"skipped": "x"},
-    }
-    facts = {"torch": "2.0", "device": "H200", "commit": "def"}
-    (tmp_path / "older.json").write_text(
-        json.dumps({"command": "earlier", "note": "N.", "facts": facts, "rows": older})
-    )
-    command = [sys.executable, "-m", "qerl", "bench", "step", "--tiny", "--sizes", "7B,32B,1.5B"]
-    command += ["--out", str(tmp_path / "step.json"), "--add", str(tmp_path / "older.json")]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
-    content = json.loads((tmp_path / "step.json").read_text())
-    rows = content["rows"]
-    assert content["command"] == (
-        "python benchmarks/step.py --tiny --sizes 7B,32B,1.5B --out results/step.json --add results/older.json"
-    )
-    assert content["note"] == "N."
-    added = {"command": "earlier", "commit": "def", "torch": "2.0", "device": "H200"}
-    assert rows.pop("14B nvfp4") == added | {"skipped": "x"}
-    assert rows.pop("0.5B nvfp4") == added | {"commit": "abc", "backward": {}}
-    ours = {"command": content["command"], "commit": content["environment"]["commit"], "device": "cpu"}
-    assert all(ours.items() <= row.items() for row in rows.values()), "a measured row takes the place of an added one"
-    assert {"7B nvfp4", "7B bf16", "7B nf4", "32B nvfp4", "32B bf16", "1.5B bf16, all weights, adamw"} <= rows.keys()
-    for name in ("7B nvfp4", "1.5B bf16, all weights, adamw"):
-        passes = [rows[name][stage]["all"] for stage in ("logprobs", "backward", "optimizer")]
-        shares = rows[name]["step"]["answers"] / 4, rows[name]["step"]["answers"] / 4, 1
-        sums = [sum(s * t for s, t in zip(shares, times, strict=True)) for times in zip(*passes, strict=True)]
-        assert rows[name]["step"]["all"] == pytest.approx(sums)
-    for name, row in rows.items():
-        assert "not runnable" not in row, name
-        if "skipped" not in row:
-            assert row["seconds"]["step"] > 0 if "step of" in name else row["backward"]["seconds"] > 0, name
-    whole = rows["32B nvfp4 in 48 GB, step of 8 x 2048"]
-    assert whole["tokens"]["sampled"] == 24 and whole["seconds"]["rollout"] > 0
-    found = content["speed_up_of_nvfp4_over_bf16"]
-    assert found.keys() == {"7B nvfp4, step of 64 x 1024", "32B nvfp4, step of 8 x 512"}
-    assert all(entry["predicted"] > 0 and entry["measured"] > 0 for entry in found.values())
-    for name, entry in found.items():
-        ours, theirs = rows[name], rows[name.replace("nvfp4", "bf16")]
-        for row in (ours, theirs):
-            part, learning = row["part_of_a_rollout"], row["learning"]
-            assert len(part["again"]) == len(part["twice"]) == 3
-            assert all(len(passes["all"]) == 3 for passes in learning["parts"])
-            assert sum(passes["answers"] * passes["times"] for passes in learning["parts"]) in (8, 64)
-            assert sum(passes["times"] for passes in learning["parts"]) == len(row["tokens"]["micro_batches"])
-            assert learning["seconds"] == pytest.approx(
-                sum(passes["times"] * statistics.median(passes["all"]) for passes in learning["parts"])
-            )
-            more = max(0.0, statistics.median(part["twice"]) - statistics.median(part["again"]))
-            rest = row["tokens"]["sampled"] / part["tokens"] - 1
-            assert part["whole"] == pytest.approx(part["first"] + rest * more)
-            assert row["switch"].keys() == {"to_training", "to_rollout", "short_rollout"}
-        stages = [sum(row["seconds"][stage] for stage in ("logprobs", "backward")) for row in (ours, theirs)]
-        eta = (ours["learning"]["seconds"] / theirs["learning"]["seconds"] - 1) * stages[1] / theirs["seconds"]["step"]
-        assert entry["eta"] == pytest.approx(eta)
-        step = theirs["seconds"]["step"]
-        assert entry["eta_of_the_stages"] == pytest.approx((stages[0] - stages[1]) / step)
-        inverse = 1 - entry["f"] + entry["f"] / entry["s"] + entry["eta_of_the_stages"]
-        assert entry["error_with_eta_of_the_stages"] == pytest.approx(1 / inverse / entry["measured"] - 1)
-
-
-def test_layers_are_timed_by_format_and_tokens_in_toy_shapes(tmp_path):
-    out = tmp_path / "layers.json"
-    options = ["--tiny", "--layers", "3", "--shapes", "8x10,3x12", "--formats", "bf16,nvfp4", "--out", str(out)]
-    command = [sys.executable, "-m", "qerl", "bench", "layers", *options]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
-    content = json.loads(out.read_text())
-    rows = content["rows"]
-    # Eight answers share their prompt of 4, three do not.
-    assert {name: row["tokens"] for name, row in rows.items()} == {
-        f"32B {name} {shape}": tokens for name in ("bf16", "nvfp4") for shape, tokens in (("8x10", 84), ("3x12", 48))
-    }
-    assert content["over_bf16"].keys() == {"32B nvfp4 8x10", "32B nvfp4 3x12"}
-    for name, row in rows.items():
-        every = row["all_layers"]
-        assert every["forward"]["ms"] == statistics.median(every["forward"]["all"]) > 0, name
-        # The toy has two layers, one less than were timed.
-        assert row["whole_model_ms"]["backward"] == pytest.approx(every["backward"]["ms"] - row["layer_ms"]["backward"])
 
 
 def test_the_benchmark_of_linear_layers_checks_and_times_each_kernel(tmp_path):
