@@ -15,13 +15,18 @@ from qerl.kernels.cuda import Kernel
 from qerl.rollout.workspace import Workspace
 
 CLASSES = (
-    ("attention", ("attend",)),
+    ("attention", ("attend", "flash", "fmha")),
     ("activation", ("_silu",)),
     ("norm", ("_forward",)),
     ("sampling", ("_block_stats", "_pick", "_uniforms", "_advance")),
     ("linear", ("nvjet", "gemm", "splitk", "cublas", "decode", "dequant", "middle", "shrink", "cutlass")),
 )
-"""Parts of the names of kernels."""
+"""Parts of the names of kernels, in small letters; the first that fits."""
+
+
+def class_of(kernel: str) -> str:
+    """What a kernel of that name does."""
+    return next((kind for kind, parts in CLASSES if any(part in kernel.lower() for part in parts)), "other")
 
 
 def step_of(workspace: Workspace, rows: int, context: int) -> Callable[[], None]:
@@ -91,7 +96,7 @@ def _kernels(step: Callable[[], None], whole: float, replays: int = 4) -> dict[s
     found = {event.key: event for event in recorded.key_averages() if event.self_device_time_total > 0}
     by_class: dict[str, float] = {}
     for name, event in found.items():
-        kind = next((kind for kind, parts in CLASSES if any(part in name.lower() for part in parts)), "other")
+        kind = class_of(name)
         by_class[kind] = by_class.get(kind, 0.0) + event.self_device_time_total / replays
     slowest = sorted(found.items(), key=lambda item: -item[1].self_device_time_total)[:12]
     return {

@@ -1,11 +1,11 @@
 """The learning pass of one decoder layer on a GPU: forward and backward by format of the base, number of tokens and kernel.
 
-    python benchmarks/layers.py [--size 32B] [--formats nvfp4,bf16] [--shapes 8x256,4x1920] [--layers 8] [--checkpointing full]
+    python benchmarks/layers.py [--size 32B] [--formats nvfp4,bf16] [--shapes 8x256,4x1920,32x2032/none] [--layers 8] [--checkpointing full]
                                 [--out FILE] [--seconds 60] [--tiny]
 
 A model of the given size with so many layers, random weights and LoRA rank 32 with trained norms scores a micro-batch and computes its
 gradients. Shape 8x256: eight answers of 256 tokens that share their prompt of 128; 4x1920: four answers that do not share it (a group
-shares where it is whole). Times are by the host's clock between synchronizations, medians of twenty, with all of them. A layer's is the difference between
+shares where it is whole); 32x2032/none: with another checkpointing than the rest. Format nvfp4+kept: dequantized copies of the weights are kept (`quant.dense_cache`). Times are by the host's clock between synchronizations, medians of twenty, with all of them. A layer's is the difference between
 all layers and two of them, a layer, so the LM head and the loss are no part of it; ``whole model`` adds as many as the size has. Kernels
 are those of one more pass, by what they do, for all layers with the head.
 """
@@ -18,9 +18,9 @@ import statistics
 import sys
 import time
 from collections import defaultdict
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast, get_args
 
 if __name__ == "__main__" and not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
@@ -40,19 +40,49 @@ from qerl.train.learn import policy_logprobs
 PROMPT, GROUP, FEW, REPEATS = 128, 8, 2, 20
 CLASSES = {
     "dequantize": ("dequantize", "_nf4", "_mxfp4"),
-    "products": ("nvjet", "gemm", "cutlass", "xmma"),
     "attention": ("flash", "fmha"),
+    "products": ("nvjet", "gemm", "cutlass", "xmma"),
     "logits": ("absorb", "finish", "logits_gradient"),
     "norms and rotation": ("_forward", "_backward"),
     "activation": ("_silu",),
     "copies": ("copy", "Copy", "Cat", "elementwise"),
 }
-"""What a kernel does, by a part of its name; the first that fits."""
+"""What a kernel does, by a part of its name; the first that fits: FlashAttention's names have cutlass's number types in them."""
 
 
-def micro_batch(size: str, shape: str, device: torch.device, *, tiny: bool) -> TrainBatch:
+def class_of(kernel: str) -> str:
+    """What a kernel of that name does."""
+    return next((kind for kind, parts in CLASSES.items() if any(part in kernel for part in parts)), "other")
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Of a micro-batch, and what its backward pass makes again."""
+
+    text: str
+    answers: int
+    length: int
+    checkpointing: Checkpointing | None
+    """None: that of the command."""
+
+
+def parse_shape(text: str) -> Shape:
+    """4x1920, or 4x1920/none."""
+    size, _, way = text.partition("/")
+    answers, _, length = size.partition("x")
+    if not (answers.isdigit() and length.isdigit() and way in ("", *get_args(Checkpointing))):
+        raise argparse.ArgumentTypeError(f"{text!r} is no shape; expected answers x tokens, 4x1920 or 4x1920/none")
+    return Shape(text, int(answers), int(length), cast("Checkpointing", way) if way else None)
+
+
+def parse_shapes(text: str) -> list[Shape]:
+    """Several, with commas."""
+    return [parse_shape(part) for part in text.split(",")]
+
+
+def micro_batch(size: str, shape: Shape, device: torch.device, *, tiny: bool) -> TrainBatch:
     """Answers of random tokens, packed as a step packs them."""
-    answers, length = (int(part) for part in shape.split("x"))
+    answers, length = shape.answers, shape.length
     spec = spec_of(size, tiny=tiny)
     prompts = questions(spec, -(-answers // GROUP), 4 if tiny else PROMPT)
     items = [one for group in samples(random_answers(spec, prompts, [length] * answers)) for one in group]
@@ -91,9 +121,7 @@ def kernel_classes(model: Decoder, batch: TrainBatch, checkpointing: Checkpointi
     found: dict[str, float] = defaultdict(float)
     for event in profile.events():
         if event.device_type == torch.autograd.DeviceType.CUDA:
-            name = event.name
-            kind = next((kind for kind, parts in CLASSES.items() if any(part in name for part in parts)), "other")
-            found[kind] += event.device_time / 1e3
+            found[class_of(event.name)] += event.device_time / 1e3
     return dict(found)
 
 
@@ -131,9 +159,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", default="32B")
     parser.add_argument("--formats", default="nvfp4,bf16", help="formats of the base, with commas")
-    parser.add_argument("--shapes", default="8x256,4x1920", help="answers x tokens, with commas")
+    parser.add_argument("--shapes", type=parse_shapes, default="8x256,4x1920", help="answers x tokens, with commas")
     parser.add_argument("--layers", type=int, default=8, help="layers of the model that is timed, above two")
-    parser.add_argument("--checkpointing", default="full", choices=("none", "selective", "full"))
+    parser.add_argument("--checkpointing", default="full", choices=get_args(Checkpointing))
     parser.add_argument("--out", type=Path)
     parser.add_argument("--seconds", type=float, default=60.0, help="no further row is begun after so many")
     parser.add_argument("--tiny", action="store_true")
@@ -143,17 +171,20 @@ def main() -> None:
     began, rows = time.perf_counter(), {}
     spec = spec_of(arguments.size, tiny=arguments.tiny)
     known = facts(device) | {"checkpointing": arguments.checkpointing, "prompt": PROMPT}
-    for format in arguments.formats.split(","):
+    for shown_as in arguments.formats.split(","):
+        format, plus, kept = shown_as.partition("+")
+        assert kept == ("kept" if plus else ""), f"unknown kind of {format}: {kept!r}"
         shown = replace(spec, num_layers=max(FEW + 1, arguments.layers))
-        model = random_model(shown, format=format, device=device, dtype=torch.bfloat16)
-        for shape in arguments.shapes.split(","):
-            name = f"{arguments.size} {format} {shape}"
+        model = random_model(shown, format=format, dense_cache=bool(kept), device=device, dtype=torch.bfloat16)
+        for shape in arguments.shapes:
+            name = f"{arguments.size} {shown_as} {shape.text}"
             if time.perf_counter() - began > arguments.seconds:
                 rows[name] = {"skipped": f"not reached in {arguments.seconds:g} s"}
             else:
                 clear(device)
                 batch = micro_batch(arguments.size, shape, device, tiny=arguments.tiny)
-                rows[name] = measure(model, batch, arguments.checkpointing, spec.num_layers)
+                way = shape.checkpointing or arguments.checkpointing
+                rows[name] = measure(model, batch, way, spec.num_layers) | {"checkpointing": way}
             print(f"{name}: {json.dumps(rows[name])}", flush=True)
             if arguments.out is not None:
                 write_result(arguments.out, facts=known, rows=rows, over_bf16=over_bf16(rows))
