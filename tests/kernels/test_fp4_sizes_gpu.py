@@ -1,4 +1,4 @@
-"""Ragged numbers of rows of every projection of published models up to 32B, on a CUDA device, against float64."""
+"""Ragged numbers of rows of every projection of all published sizes (`fp4_builders.PUBLISHED`), on a CUDA device, against float64."""
 
 import pytest
 import torch
