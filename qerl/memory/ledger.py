@@ -17,7 +17,7 @@ workspace         on a GPU: cuBLAS, and room for the largest packed weight dequa
 batch             tokens of a rollout packed for learning, with their positions, targets and recorded log-probs
 ================  =====================================================================================
 
-Owners of a phase: ``kv_cache`` otherwise and ``noise`` (rollout, logprobs, backward), ``gradients`` (backward, optimizer: float32, one a trained parameter),
+Owners of a phase: ``kv_cache`` otherwise and ``noise`` (rollout, logprobs, backward; a GPU's tables of few rows stay, as captured steps do), ``gradients`` (backward, optimizer: float32, one a trained parameter),
 ``activations`` (backward: what autograd keeps of one micro-batch), and ``working`` (any: the most that exists for a moment beside
 these). The phases are load, rollout, logprobs, backward, optimizer.
 
@@ -37,7 +37,7 @@ from qerl.kernels.token_logprobs.tiles import TILE_ROWS, tile_tokens
 from qerl.memory import shapes
 from qerl.memory.pages import check_pages
 from qerl.memory.shapes import ITEMSIZE, StoredGroup
-from qerl.model.aqn.noise import PASS_TABLE_BYTES
+from qerl.model.aqn.noise import PASS_TABLE_BYTES, TABLE_ROWS
 from qerl.model.spec import ModelSpec
 from qerl.units import GB
 
@@ -119,6 +119,7 @@ def predict(config: Config, spec: ModelSpec, *, device_type: str) -> Ledger:
     gradients = 4 * sum(trained)
     kv_cache = {"kv_cache": kv_bytes(config, spec, device_type)}
     kept = device_type == "cuda" and config.rollout.keep_cache != "off"
+    tables = _rollout_noise(config, spec) if device_type == "cuda" and config.decode_slots <= TABLE_ROWS else 0
     batch = _batch(config)
     resident = {
         "base_weights": shapes.weight_bytes(stored, itemsize) + biases * itemsize,
@@ -142,16 +143,16 @@ def predict(config: Config, spec: ModelSpec, *, device_type: str) -> Ledger:
         },
         "logprobs": {
             "batch": batch,
-            "noise": _pass_noise(config, spec, device_type),
+            "noise": tables + _pass_noise(config, spec, device_type),
             "working": _scoring(config, spec, itemsize, device_type),
         },
         "backward": {
             **_end_of_pass(config, spec, gradients, _activations(config, spec, itemsize, device_type), device_type),
             "batch": batch,
-            "noise": _pass_noise(config, spec, device_type),
+            "noise": tables + _pass_noise(config, spec, device_type),
             "working": _backward_working(config, spec, itemsize, device_type),
         },
-        "optimizer": {"gradients": gradients, "batch": batch},
+        "optimizer": {"gradients": gradients, "batch": batch, **({"noise": tables} if tables else {})},
     }
     return Ledger(resident=resident, phases=phases)
 

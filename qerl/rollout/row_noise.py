@@ -3,7 +3,9 @@
 A decode step sees one token a row, and the noise of scopes ``rollout``, ``group`` and ``response`` is the same at every step of an
 answer. Drawing it anew each step would cost more than a small model's step, so it is drawn when the rollout, or a row, starts,
 moves with the row, and is read in place: a captured step finds the next rollout's noise where the last one's was. Of ``token`` noise, whose draws never repeat, and where tables
-would be too large, only the keys are kept, and the norm draws for itself.
+would be too large or, on a GPU, rows are many, only the keys are kept, and the norm draws for itself.
+
+What the host writes into tables takes effect in the order of the stream, between two captured steps, and it waits for neither.
 
 Shape legend: R rows, B running rows (the first B), M rows named in one call, D width of a norm.
 """
@@ -18,12 +20,16 @@ from torch import Tensor
 from qerl.kernels.philox import stream_key
 from qerl.kernels.rms_norm import NormNoise, TableNoise
 from qerl.model.aqn import Noise, NoisePass, Place
-from qerl.model.aqn.noise import Counter
+from qerl.model.aqn.noise import TABLE_ROWS, Counter
 from qerl.model.aqn.sites import POSITION_SHIFT
 from qerl.model.attention import AttentionContext, SampleRows
+from qerl.rollout.row_state import on_device
 
 TABLE_BYTES = 2 << 30
 """Most memory of the tables of all places; noise that needs more is drawn at every step."""
+
+DRAWN_BYTES = 1 << 25
+"""About how much is drawn for all places at once."""
 
 
 class DecodeNoise:
@@ -56,6 +62,9 @@ class DecodeNoise:
         if not self.by_row:
             return
         device = next(iter(self.tables.values())).device
+        if device.type != "cpu":
+            self.draw_all(on_device(rows, device), on_device(sample_keys, device))
+            return
         first: dict[int, int] = {}
         for sample_key in sample_keys:
             first.setdefault(self.noise.state.scope_key(sample_key), sample_key)
@@ -65,6 +74,15 @@ class DecodeNoise:
         keys_S = torch.tensor(list(first.values()), device=device)
         for place, table_RD in self.tables.items():
             table_RD[row_M] = self.noise.draw(place, keys_S)[draw_M]
+
+    def draw_all(self, row_M: Tensor, key_M: Tensor) -> None:
+        """As ``start``, in few launches and without a word to the host: the draws of all places for some rows (int64 [M], with their sample
+        keys) at a time."""
+        together = max(1, DRAWN_BYTES // (4 * sum(self.noise.widths.values())))
+        for rows_M, keys_M in zip(row_M.split(together), key_M.split(together), strict=True):
+            samples = SampleRows(keys_S=keys_M, prompt_lengths_S=torch.zeros_like(keys_M))
+            for place, z_MD in self.noise.draw_all(self.noise.counter(samples, keys_M)).items():
+                self.tables[place].index_copy_(0, rows_M, z_MD)
 
     def move(self, source_M: Tensor, target_M: Tensor) -> None:
         """Copy rows (int64 [M] each, disjoint) to others."""
@@ -145,9 +163,11 @@ class _KeyedPass(NoisePass):
         return self._source.spreads[place]
 
 
-def fits_tables(noise: Noise, rows: int) -> bool:
-    """Whether decode steps read the noise from tables: draws outlast a step, and the tables are not too large."""
+def fits_tables(noise: Noise, rows: int, device: torch.device) -> bool:
+    """Whether decode steps read the noise from tables: draws outlast a step, and the tables are not too large. Of many rows
+    a GPU's step takes so long that its draws count for little, and keys and values want the memory."""
     scope = noise.state.scope
-    return scope == "rollout" or (
-        scope in ("group", "response") and 4 * rows * sum(noise.widths.values()) <= TABLE_BYTES
-    )
+    if scope not in ("group", "response"):
+        return scope == "rollout"
+    few = device.type == "cpu" or rows <= TABLE_ROWS
+    return few and 4 * rows * sum(noise.widths.values()) <= TABLE_BYTES

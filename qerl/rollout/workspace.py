@@ -115,9 +115,7 @@ class Workspace:
         if noise is None or not noise.places():
             return None, None
         state = noise.state
-        # A draw that lasts an answer is read from a table on the CPU; a GPU's norm draws it in less time than the table would
-        # take to fill and to move.
-        tables = state.scope == "rollout" or (self.device.type == "cpu" and fits_tables(noise, self.layout.rows))
+        tables = fits_tables(noise, self.layout.rows, self.device)
         spreads = tuple(isinstance(spread, Tensor) for spread in noise.spreads.values())
         key = (state.scope, state.prompt, state.sharing, state.group_size, tuple(noise.widths.items()), tables, spreads)
         source = self._sources.get(key)

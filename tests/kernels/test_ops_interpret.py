@@ -13,7 +13,7 @@ from qerl.kernels import philox
 from qerl.kernels.activation import reference as activation_reference
 from qerl.kernels.activation import triton as activation_triton
 from qerl.kernels.philox import triton as philox_triton
-from qerl.kernels.rms_norm import noise_values
+from qerl.kernels.rms_norm import TableNoise, noise_values
 from qerl.kernels.rms_norm import reference as norm_reference
 from qerl.kernels.rms_norm import triton as norm_triton
 from qerl.kernels.rope import reference as rope_reference
@@ -91,6 +91,19 @@ def test_the_stream_has_the_wider_type_of_its_terms():
         assert h.dtype == torch.bfloat16
         torch.testing.assert_close(h.float(), expected, rtol=2**-7, atol=0)
         assert torch.equal(inverse, r)
+
+
+def test_a_norm_that_reads_a_table_has_the_bits_of_one_that_draws_it():
+    """Draws of many norms at once, as tables of decode steps are filled, and a row a token."""
+    x, residual, weight, spread = random(5, 200), random(5, 200, seed=1), random(200, seed=2), 0.3 * random(200, seed=3)
+    keys = torch.tensor([7, 1, 9, (1 << 32) - 1, 0])
+    for noise in (keyed(5, 200, c2_R=keys), keyed(5, 200, c2_R=keys, spread=spread.abs())):
+        names = torch.tensor([12, noise.c1, 3]).unsqueeze(1).expand(-1, 5).reshape(-1)
+        unit = philox_triton.normal_rows(noise.key_2, 200, names, keys.repeat(3), noise.c3_1)
+        table = TableNoise(z_RD=unit.view(3, 5, 200)[1] * noise.spread)
+        drawn, read = (norm_triton.add_forward(x, residual, weight, 1e-6, given, x.dtype) for given in (noise, table))
+        assert torch.equal(drawn[0], read[0])
+        assert not torch.equal(read[0], norm_triton.add_forward(x, residual, weight, 1e-6, None, x.dtype)[0])
 
 
 def test_no_noise_has_the_bits_of_zero_noise():

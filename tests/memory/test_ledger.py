@@ -66,6 +66,13 @@ def test_phases_share_what_is_resident_and_nothing_else():
         assert ledger.total(phase) == resident + sum(ledger.phases[phase].values())
     assert ledger.peak == max(ledger.total(phase) for phase in PHASES)
     assert ledger.phases["rollout"]["noise"] == 4 * 8 * 28 * 2 * 3584
+    # Tables of up to 64 rows stay when the rollout is over; of more there are none.
+    assert ledger.phases["optimizer"]["noise"] == ledger.phases["rollout"]["noise"]
+    many = predict(
+        configured(*GRPO_STEP, "aqn.scope=response", "rollout.max_num_seqs=65"), qwen("7b"), device_type="cuda"
+    )
+    assert "noise" not in many.phases["optimizer"]
+    assert ledger.phases["backward"]["noise"] - many.phases["backward"]["noise"] == ledger.phases["rollout"]["noise"]
     assert "gradients" not in ledger.phases["rollout"] and "kv_cache" not in ledger.phases["backward"]
     assert ledger.owners()["working"] == max(brought.get("working", 0) for brought in ledger.phases.values())
 

@@ -16,8 +16,8 @@ from qerl.model.checkpoint import load_model
 from qerl.model.tokenizer import load_tokenizer
 from qerl.objective.batch import Sample, pack
 from qerl.records import SamplingSpec
+from qerl.rollout import row_noise, workspace
 from qerl.rollout import together as together_module
-from qerl.rollout import workspace
 from qerl.rollout.engine import Engine
 from qerl.rollout.sampler import answer_uniforms
 from qerl.train.learn import policy_logprobs
@@ -249,6 +249,27 @@ def test_captured_steps_give_the_answers_of_steps_run_one_by_one(qwen2_folder, t
     assert found[0][0] == found[1][0] == found[2][0] == found[3][0]
     for one, other in zip(found[0][1], found[2][1], strict=True):
         assert one == pytest.approx(other, abs=1e-5)
+
+
+@pytest.mark.parametrize("scope", ["group", "response"])
+@pytest.mark.parametrize("prompt", ["noisy", "clean"])
+def test_noise_kept_in_tables_is_that_of_draws_at_every_step(qwen2_folder, tokenizer, monkeypatch, scope, prompt):
+    """6 rows for 20 answers: rows are filled again and moved between captured steps. Two rollouts on one engine."""
+    model, found = load(qwen2_folder), []
+    for most in (row_noise.TABLE_ROWS, 0):
+        monkeypatch.setattr(row_noise, "TABLE_ROWS", most)
+        engine = Engine(model, tokenizer, max_num_seqs=6, window=3)
+        for rollout in (2, 3):
+            noise = make_noise(model, scope, rollout=rollout, prompt=prompt)
+            completions, stats = engine.generate(make_prompts(RAGGED), SPEC, group_size=GROUP, noise=noise)
+            found.append(completions)
+        assert isinstance(engine._workspace.noise, row_noise.DecodeNoise if most else row_noise.KeyedDecodeNoise)
+        assert stats["refills"] > 0
+    for kept, drawn in zip(found[:2], found[2:], strict=True):
+        assert tokens_of(kept) == tokens_of(drawn)
+        for one, other in zip(kept, drawn, strict=True):
+            assert one.behavior_logprobs == pytest.approx(other.behavior_logprobs, abs=1e-5)
+    assert tokens_of(found[0]) != tokens_of(found[1])
 
 
 def test_adapters_noise_temperature_and_seed_change_without_a_new_capture(qwen2_folder, tokenizer):

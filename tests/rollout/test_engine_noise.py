@@ -1,6 +1,7 @@
 """Noise of every scope in the engine: the same answer in any batch, and the same log-probs when the trainer replays it."""
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,7 +9,9 @@ from rollout_builders import load_tiny, make_prompts
 
 from qerl import memory
 from qerl.config.load import load_config
+from qerl.kernels.rms_norm import KeyedNoise, TableNoise
 from qerl.model.aqn import NoiseState
+from qerl.model.attention import SampleRows
 from qerl.model.tokenizer import load_tokenizer
 from qerl.objective.batch import Sample, pack
 from qerl.records import SamplingSpec
@@ -179,6 +182,88 @@ def test_tables_of_running_rows_change_nothing(model, tokenizer, monkeypatch, sc
     monkeypatch.setattr(row_noise, "TABLE_BYTES", 0)
     without, _ = generate(model, tokenizer, noise, rows=3)
     assert with_tables == without
+
+
+@pytest.mark.parametrize(
+    ("scope", "rows", "device", "kept"),
+    [
+        ("response", 64, "cuda", True),
+        ("group", 65, "cuda", False),
+        ("response", 512, "cpu", True),
+        ("response", 1 << 30, "cpu", False),
+        ("token", 1, "cuda", False),
+        ("rollout", 512, "cuda", True),
+    ],
+)
+def test_draws_are_kept_where_they_last_and_rows_are_few(model, scope, rows, device, kept):
+    assert row_noise.fits_tables(make_noise(model, scope), rows, torch.device(device)) == kept
+
+
+@pytest.mark.parametrize("scope", ["group", "response"])
+@pytest.mark.parametrize("sharing", ["shared", "independent"])
+@pytest.mark.parametrize("magnitude", ["absolute", "relative"])
+def test_tables_hold_the_draws_of_the_keys_and_a_refilled_row_those_of_its_new_answer(
+    model, monkeypatch, scope, sharing, magnitude
+):
+    """Drawn as on a GPU (all places at once, two rows at a time), bit for bit what norms draw for themselves at every step."""
+    changes = {"sharing": sharing, "magnitude": magnitude}
+    noise = make_noise(model, scope, **changes)
+    monkeypatch.setattr(row_noise, "DRAWN_BYTES", 2 * 4 * sum(noise.widths.values()))
+    tables = row_noise.DecodeNoise(noise, 5, model.device)
+    one_by_one = row_noise.DecodeNoise(noise, 5, model.device)
+    keyed = row_noise.KeyedDecodeNoise(noise, model.device)
+
+    def start(rows, keys):
+        tables.draw_all(torch.tensor(rows), torch.tensor(keys))
+        one_by_one.start(rows, keys)
+
+    def check(keys):
+        samples = SampleRows(keys_S=torch.tensor(keys), prompt_lengths_S=torch.zeros(len(keys), dtype=torch.int64))
+        context = SimpleNamespace(positions_T=torch.arange(len(keys)), samples=samples)
+        passes = [source.for_pass(context) for source in (tables, one_by_one, keyed)]
+        for place in noise.places():
+            held, alone, drawn = (seen.of_norm(*place) for seen in passes)
+            assert isinstance(held, TableNoise) and isinstance(drawn, KeyedNoise)
+            assert torch.equal(held.z(), drawn.z()) and torch.equal(alone.z(), drawn.z())
+            assert drawn.z().any()
+
+    start([0, 1, 2, 3, 4], [7, 8, 9, 12, 4])
+    check([7, 8, 9, 12, 4])
+    start([1, 3], [20, 21])
+    check([7, 20, 9, 21, 4])
+    tables.move(torch.tensor([4]), torch.tensor([0]))
+    one_by_one.move(torch.tensor([4]), torch.tensor([0]))
+    check([4, 20, 9, 21])
+    # The next rollout's noise of the same answers.
+    noise = make_noise(model, scope, rollout=3, **changes)
+    for source in (tables, one_by_one, keyed):
+        source.begin(noise)
+    start([0, 1], [4, 20])
+    check([4, 20])
+
+
+@pytest.mark.parametrize("scope", ["group", "response"])
+@pytest.mark.parametrize("prompt", ["noisy", "clean"])
+def test_tables_filled_as_on_a_gpu_give_the_answers_of_draws_at_every_step(
+    model, tokenizer, monkeypatch, scope, prompt
+):
+    """3 rows for 16 answers, so every row is filled again, and moved; two rollouts on one engine whose memory is kept."""
+    found = []
+
+    def draw_all(self, rows, keys):
+        self.draw_all(torch.tensor(rows), torch.tensor(keys))
+
+    for most in (row_noise.TABLE_BYTES, 0):
+        monkeypatch.setattr(row_noise, "TABLE_BYTES", most)
+        monkeypatch.setattr(row_noise.DecodeNoise, "start", draw_all)
+        engine = Engine(model, tokenizer, max_num_seqs=3, paged=True, window=2)
+        for rollout in (2, 3):
+            noise = make_noise(model, scope, prompt=prompt, rollout=rollout)
+            completions, stats = engine.generate(make_prompts(RAGGED), SPEC, group_size=GROUP, noise=noise)
+            found.append(completions)
+        assert stats["refills"] > 0
+    assert found[:2] == found[2:]
+    assert found[0] != found[1]
 
 
 @pytest.mark.parametrize("scope", SCOPES)

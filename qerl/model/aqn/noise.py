@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 PASS_TABLE_BYTES = 1 << 28
 """Most memory of the draws that a pass holds for all its norms; of more, each norm draws its own."""
 
+TABLE_ROWS = 64
+"""Most rows of a GPU's decode batch whose draws of scopes ``group`` and ``response`` are kept from step to step; of more, each norm draws at every step."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counter:
@@ -127,6 +130,25 @@ class Noise:
             c3_1=rollout_1,
         )
 
+    def draw_all(self, counter: Counter) -> dict[Place, Tensor]:
+        """z of every place at the counters of some samples, float32 [S, D] each: one draw for all places of a width; not for scopes
+        ``rollout`` and ``token``."""
+        tables: dict[Place, Tensor] = {}
+        samples, device = len(counter.c2_R), counter.c2_R.device
+        for width in dict.fromkeys(self.widths[place] for place in self.places()):
+            where = [place for place in self.places() if self.widths[place] == width]
+            names_P = self.name_words(width, device)
+            unit = philox.normal_rows_of(
+                counter.key_2,
+                width,
+                c1=names_P.unsqueeze(1).expand(-1, samples).reshape(-1),
+                c2=counter.c2_R.repeat(len(where)),
+                c3=counter.c3_1,
+            ).view(len(where), samples, width)
+            spreads = torch.stack([self.spread_tensor(place, device) for place in where]).unsqueeze(1)
+            tables |= dict(zip(where, (unit * spreads).unbind(), strict=True))
+        return tables
+
     def spread_tensor(self, place: Place, device: torch.device) -> Tensor:
         """Standard deviation of a place on the device, float32 [1] or [D]; made once."""
         if place not in self._spread_tensors:
@@ -218,7 +240,7 @@ class NoisePass:
         counter, rows_T = self._counter, None if noise.state.scope == "token" else samples.sequence_T
         if rows_T is not None and 4 * len(counter.c2_R) * sum(noise.widths.values()) <= PASS_TABLE_BYTES:
             if not self._tables:
-                self._tables = self._draw_all(counter)
+                self._tables = noise.draw_all(counter)
             return TableNoise(z_RD=self._tables[place], rows_T=rows_T, noisy_T=self._noisy_T)
         return KeyedNoise(
             key_2=counter.key_2,
@@ -231,24 +253,6 @@ class NoisePass:
             rows_T=rows_T,
             noisy_T=self._noisy_T,
         )
-
-    def _draw_all(self, counter: Counter) -> dict[Place, Tensor]:
-        """z of every place for the samples of the pass, float32 [S, D] each: one draw for all places of a width."""
-        tables: dict[Place, Tensor] = {}
-        noise, samples = self.noise, len(counter.c2_R)
-        for width in dict.fromkeys(noise.widths[place] for place in noise.places()):
-            where = [place for place in noise.places() if noise.widths[place] == width]
-            names_P = noise.name_words(width, counter.c2_R.device)
-            unit = philox.normal_rows_of(
-                counter.key_2,
-                width,
-                c1=names_P.repeat_interleave(samples),
-                c2=counter.c2_R.repeat(len(where)),
-                c3=counter.c3_1,
-            ).view(len(where), samples, width)
-            spreads = torch.stack([self.spread(place) for place in where]).unsqueeze(1)
-            tables |= dict(zip(where, (unit * spreads).unbind(), strict=True))
-        return tables
 
     def counter(self, samples: SampleRows) -> Counter:
         """The parts of the Philox counter that all places share; not for scope ``rollout``."""
