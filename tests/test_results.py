@@ -28,6 +28,16 @@ def test_every_file_names_its_command(path):
         )
 
 
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.stem)
+def test_rows_that_name_a_command_name_a_whole_commit(path):
+    """Where a file is put together from several runs, each row says what made it; prose is no command."""
+    content = json.loads(path.read_text())
+    for name, row in content.get("rows", {}).items() if isinstance(content.get("rows"), dict) else ():
+        if "command" in row:
+            assert len(row["commit"]) == 40, name
+            assert shlex.split(row["command"])[0] in ("python", "qerl"), name
+
+
 @pytest.mark.parametrize("path", ROLLOUTS, ids=lambda path: path.stem)
 def test_cells_of_a_rollout_that_were_not_reached_are_noted(path):
     content = json.loads(path.read_text())
