@@ -30,7 +30,8 @@ def test_small_unquantized_weights_are_read_by_kernels_but_where_they_train(monk
         ("0.5B", 12, "auto", False),
         ("0.5B", 12, "on", True),
         ("0.5B", 140, "off", False),
-        ("1.5B", 140, "auto", False),
+        ("1.5B", 140, "auto", True),
+        ("3B", 140, "auto", False),
         ("7B", 140, "auto", False),
     ],
 )

@@ -13,6 +13,9 @@ from qerl.units import GB
         ("0.5b", 132, (), "on"),
         ("0.5b", 14.4, (), "on"),
         ("0.5b", 14.2, (), "off"),
+        ("1.5b", 132, (), "on"),
+        ("1.5b", 132, ("model.dtype=float32",), "off"),
+        ("1.5b", 132, ("quant.dense_cache=off",), "off"),
         ("3b", 132, (), "off"),
         ("3b", 132, ("quant.dense_cache=on",), "on"),
         ("7b", 132, (), "auto"),
@@ -24,8 +27,8 @@ from qerl.units import GB
     ],
 )
 def test_weights_are_kept_dequantized_where_that_is_a_small_share_of_a_gpu(size, gigabytes, settings, choice):
-    """2 bytes a number of weights below 10 million: .72 GB of a 0.5B model, .68 of a 3B (q k v and o), none of a 7B; by itself
-    where that is every weight, and at most a twentieth of the budget."""
+    """2 bytes a number of weights below 10 million: .72 GB of a 0.5B model, .31 of a 1.5B and .68 of a 3B (q k v and o), none of a 7B; by itself
+    up to a 1.5B, and at most a twentieth of the budget."""
     spec, bound = qwen(size), None if gigabytes is None else budget(gigabytes)
     config = configured("rollout.prompts_per_step=4", *settings)
     chosen = memory.resolve(config, spec, bound, device_type="cuda")
@@ -38,7 +41,7 @@ def test_weights_are_kept_dequantized_where_that_is_a_small_share_of_a_gpu(size,
 
 
 @pytest.mark.parametrize("gigabytes", [None, 14.2, 14.4, 132])
-@pytest.mark.parametrize("size", ["0.5b", "3b", "7b"])
+@pytest.mark.parametrize("size", ["0.5b", "1.5b", "3b", "7b"])
 @pytest.mark.parametrize("asked", ["auto", "on", "off"])
 @pytest.mark.parametrize("device_type", ["cuda", "cpu"])
 def test_a_session_without_a_plan_keeps_the_copies_that_training_keeps(gigabytes, size, asked, device_type):
@@ -49,6 +52,17 @@ def test_a_session_without_a_plan_keeps_the_copies_that_training_keeps(gigabytes
     settled = memory.settle_copies(config, spec, room and room.size, device_type=device_type)
     assert settled.quant == planned.quant
     assert settled.model_copy(update={"quant": config.quant}) == config, "nothing else changes"
+
+
+@pytest.mark.parametrize(("gigabytes", "choice"), [(6.2, "on"), (6.1, "off")])
+def test_copies_of_a_model_without_a_run_are_at_most_a_twentieth(gigabytes, choice):
+    """.308 GB: q k v and o of a 1.5B, 2,048 x 1,536 and 1,536 x 1,536 in 28 layers."""
+    settled = memory.settle_copies(configured(), qwen("1.5b"), budget(gigabytes).size, device_type="cuda")
+    assert settled.quant.dense_cache == choice
+    assert (
+        memory.predict(configured("quant.dense_cache=on"), qwen("1.5b"), device_type="cuda").resident["dense_cache"]
+        == 2 * 28 * (2048 + 1536) * 1536
+    )
 
 
 def test_copies_of_weights_make_nothing_else_smaller():
