@@ -55,7 +55,7 @@ PEER_ERROR = 1e-2
 """Of other libraries, whose kernels may round more."""
 ROUNDED_WEIGHTS = {"nf4": 4.5e-3, "nf4_dq": 4.5e-3}
 """Of formats whose weights the kernels round."""
-MOST_CHECKED = 1 + max(min(regimes.MIDDLE_ROWS, regimes.RUN_ROWS), regimes.DECODE_ROWS_WITHOUT_MIDDLE)
+MOST_CHECKED = regimes.MOST_ROWS + 1
 """Rows of x of a check, at most: the fewest that the dense regime has for every weight, so that no regime is above them."""
 TINY = {"hidden_size": 64, "intermediate_size": 96, "heads": (4, 2)}
 

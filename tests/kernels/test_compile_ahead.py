@@ -31,7 +31,7 @@ from qerl.kernels.fp4_linear.workspace import Code
 assert triton_cpu
 MODELS = {"0.5B": (896, 4864, 896, 128), "7B": (3584, 18944, 3584, 512)}
 """Hidden size, width of the MLP, rows of q, rows of k and of v."""
-ROWS = 2100
+ROWS = 4200
 
 
 @pytest.fixture
@@ -110,7 +110,7 @@ def test_products_of_any_number_of_rows_run_what_was_compiled_ahead(hopper, caps
     layers = layers_of(name, keep)
     with recorded() as ready:
         compile_ahead(layers, 16384)
-    edges = [edge + by for edge in (8, 16, 32, 64, 96, 128, 256, 512, 768, 1024, 2048) for by in (-1, 0, 1)]
+    edges = [edge + by for edge in (8, 16, 32, 64, 96, 128, 256, 512, 768, 1024, 2048, 4096) for by in (-1, 0, 1)]
     rows = sorted({1, *edges, *random.Random(0).sample(range(1, ROWS), 60)})
     with recorded() as variants:
         codes = met(layers, rows)

@@ -11,7 +11,7 @@ from qerl.kernels.fp4_linear.workspace import compiled
 
 pytestmark = pytest.mark.gpu
 
-ROWS = (1, 7, 16, 17, 33, 63, 64, 65, 100, 129, 200, 257, 300, 500, 777, 1024, 1025, 1500, 2048, 2049, 3000)
+ROWS = (1, 7, 16, 17, 33, 63, 64, 65, 100, 129, 200, 257, 300, 500, 777, 1024, 1025, 1500, 2048, 2049, 3000, 4096, 4097)
 # Of a 0.5B, o and down with the float32 outputs that its stream takes; and a large weight, which is never kept.
 CASES = (
     ((896, 128, 128), 896, torch.bfloat16, True),
@@ -31,7 +31,7 @@ def loaded() -> tuple[int, int]:
 def test_products_of_any_number_of_rows_load_nothing_more(segments, d_in, dtype, keeps):
     held = get_format("nvfp4").for_device(weight_of("nvfp4", segments, d_in))
     weight, parts = keep(held) if keeps else held, adapters_of(segments, d_in, 32)
-    compile_ahead([Layer(weight=weight, bias_O=None, adapters=parts, dense_OI=None, dtype=dtype)], 4096)
+    compile_ahead([Layer(weight=weight, bias_O=None, adapters=parts, dense_OI=None, dtype=dtype)], 8192)
     before = loaded()
     for rows in ROWS:
         x = cuda(rows, d_in).requires_grad_()

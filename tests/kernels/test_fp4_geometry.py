@@ -212,6 +212,8 @@ def test_launches_of_the_middle_kernel_have_all_rows_once_and_a_counter_for_ever
             tiles = -(-rows // shape.tokens) * -(-row_tiles * 16 // shape.rows)
             assert rows <= RUN_ROWS and tiles * shape.cluster * shape.groups <= TILE_COUNTERS
             assert run.start % 256 == 0, "pointers of later rows are aligned, whatever the width"
+            if len(runs) > 1 and row_tiles <= 3696:
+                assert shape.tokens == middle.choose(tokens, row_tiles, 56, H200).tokens, "what `middle.code` says"
         if len(runs) > 1:
             assert min(run.stop - run.start for run in runs) > max(run.stop - run.start for run in runs) - 512
     assert len(runs_of(1024, row_tiles)) == 1, "a captured step is one launch"

@@ -116,7 +116,7 @@ def test_logits_of_any_number_of_tokens(shape):
         logits = head_logits(hidden, tiled)
         check(logits, hidden, exact_VD, count)
         assert torch.equal(logits, head_logits(hidden, tiled)), f"{count}: same input, same bits"
-        if regime_of(hidden, tiled, (), (), ()) != regimes.DENSE:
+        if regime_of(hidden, tiled, (), (), (), head=True) != regimes.DENSE:
             assert torch.equal(logits[-1], head_logits(other, tiled)[-1]), f"{count}: a row depends on others"
         if count <= 64:
             assert decode.takes(hidden, tiled, (), (), ())
@@ -126,7 +126,7 @@ def test_logits_of_any_number_of_tokens(shape):
 
 def test_the_table_of_regimes_holds_for_these_tiles():
     head = FORMAT.tiled(random_head(40_000, 896))
-    found = {count: regime_of(cuda(count, 896), head, (), (), ()) for count in (1, 8, 9, 256, 1024, 1025)}
+    found = {count: regime_of(cuda(count, 896), head, (), (), (), head=True) for count in (1, 8, 9, 256, 1024, 1025)}
     assert list(found.values()) == [regimes.DECODE] * 2 + [regimes.MIDDLE] * 3 + [regimes.DENSE]
 
 

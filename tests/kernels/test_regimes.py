@@ -73,7 +73,9 @@ def test_kept_values_are_read_on_hopper_alone_and_the_gate_asks_all_that_reads_t
         ("fp8", True, 8),
     ],
 )
-def test_decode_ends_earlier_where_a_tile_costs_it_more_and_of_heads(monkeypatch, name, head, most):
+def test_decode_ends_earlier_where_a_tile_costs_it_more_and_of_heads_and_so_does_middle_of_heads(
+    monkeypatch, name, head, most
+):
     weight = PackedWeight(
         format=name, shape=(40_000, 896), tensors={"tiles": torch.empty(1)}, segments=(40_000,), order="tiles"
     )
@@ -85,6 +87,10 @@ def test_decode_ends_earlier_where_a_tile_costs_it_more_and_of_heads(monkeypatch
             cuda.regime_of(torch.empty(rows, 896), weight, (), (), (), head=head) for rows in (1, most, most + 1, 64)
         ]
         assert found == [DECODE, DECODE, after, after]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    many = regimes.MIDDLE_ROWS_OF_HEAD if head else regimes.MIDDLE_ROWS
+    for rows, expected in ((many, MIDDLE), (many + 1, DENSE)):
+        assert cuda.regime_of(torch.empty(rows, 896), weight, (), (), (), head=head) == expected
 
 
 @pytest.mark.parametrize("capability", [(9, 0), (8, 0), (10, 0)])

@@ -24,8 +24,8 @@ from qerl.kernels.fp4_linear.workspace import Code, compile_source, compiled
 
 _STEP = 8
 """Rows of x from one number that is asked for to the next: tiles are whole multiples of it, so that it meets every variant."""
-_MOST_ROWS = max(regimes.KEPT_ROWS.stop, min(regimes.MIDDLE_ROWS, regimes.RUN_ROWS) + 1, shrink.MOST_ROWS + 1)
-"""Rows of x from which on nothing changes."""
+_MOST_ROWS = max(regimes.KEPT_ROWS.stop, regimes.RUN_ROWS + 1, shrink.MOST_ROWS + 1)
+"""Rows of x from which on nothing is met that fewer did not meet: the middle kernel has more in several launches."""
 
 
 def compile_ahead(layers: Sequence[Layer], most_rows: int) -> None:

@@ -16,6 +16,8 @@ from qerl.kernels.fp4_linear.regimes import one_of_each
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-5, torch.bfloat16: 4e-3, torch.float16: 1e-3}
 """Largest |y - y_exact| / (|x| |w_row|) by compute type: one rounding of the output (up to 2^-8 of it in
 bfloat16) and, in a dense copy, one of every weight; in float32 the order of summation; in float64 the float32 rounding of s / G."""
+_COMPARED_AT_ONCE = 1024
+"""Rows of x that are compared in float64 at one time: outputs of a 32B are half a megabyte a row there, several times over."""
 
 
 def layout_gate(
@@ -57,9 +59,11 @@ def layout_gate(
     for count in counts:
         x_TI = fixed_input(count, weight.shape[1], dtype, device)
         y_TO, _ = module.forward(x_TI, weight, None, (), (), (), dense_OI, output_dtype)
-        row, error = worst_row(y_TO, x_TI, exact_OI)
-        check_error(error, row, name, chosen, weight, dtype)
-        largest = max(largest, error)
+        for start in range(0, count, _COMPARED_AT_ONCE):
+            some = slice(start, start + _COMPARED_AT_ONCE)
+            row, error = worst_row(y_TO[some], x_TI[some], exact_OI)
+            check_error(error, row, name, chosen, weight, dtype)
+            largest = max(largest, error)
     return largest
 
 

@@ -17,8 +17,10 @@ DECODE_ROWS_OF = {"nf4": 8, "nf4_dq": 8, "fp8": 8}
 """The same of formats of which a tile costs decode more: looked up, or a byte a number."""
 DECODE_ROWS_OF_HEAD = 8
 """The same of an LM head: outputs of twice the bytes, and no adapters that the middle kernel would wait for."""
-MIDDLE_ROWS = 1024
+MIDDLE_ROWS = 4096
 """Rows of x up to which the middle kernel is faster than dense."""
+MIDDLE_ROWS_OF_HEAD = 1024
+"""The same of an LM head, which was timed up to here: at 1,024 tokens it takes cuBLAS's time."""
 RUN_ROWS = 2048
 """Rows of x of one launch of the middle kernel, at most: x of so many, and the weights of the tiles that run at one time, stay in the cache."""
 SMALL_WEIGHT, MIDDLE_ROWS_OF_SMALL = 10_000_000, 128
@@ -37,6 +39,11 @@ MOST_ROWS = max(MIDDLE_ROWS, DECODE_ROWS_WITHOUT_MIDDLE, KEPT_ROWS.stop - 1)
 """Rows of x above which no device and no weight has another kernel than dense."""
 
 
+def many_rows(*, head: bool = False) -> int:
+    """Rows of x up to which the middle kernel is asked, of a weight that is not small or of an LM head."""
+    return MIDDLE_ROWS_OF_HEAD if head else MIDDLE_ROWS
+
+
 def few_rows(name: str, *, head: bool = False) -> int:
     """Rows of x up to which decode is asked before the middle kernel, of a weight in the format called `name` or of an LM head."""
     return DECODE_ROWS_OF.get(name, DECODE_ROWS_OF_HEAD if head else DECODE_ROWS)
@@ -51,6 +58,7 @@ def preferred(
     adapters: bool = True,
     tiled: bool = True,
     few: int = DECODE_ROWS,
+    many: int = MIDDLE_ROWS,
 ) -> tuple[str, ...]:
     """The kernels to ask for `rows` rows of x and a weight of `numbers` numbers on a device, in turn; dense takes what they leave.
 
@@ -59,14 +67,15 @@ def preferred(
         adapters: there are adapters.
         tiled: the weight has tiles; of another, V alone can be read.
         few: rows up to which decode is asked before the middle kernel (`few_rows`).
+        many: rows up to which the middle kernel is asked for a weight that is not small (`many_rows`).
     """
     of_kept = (KEPT_ROWS if tiled else KEPT_ROWS_WITHOUT_TILES) if adapters else KEPT_ROWS_OF_BASE
     if kept and capability == HOPPER and rows in of_kept:
-        return (KEPT, *preferred(rows, numbers, capability, tiled=tiled, few=few))
+        return (KEPT, *preferred(rows, numbers, capability, tiled=tiled, few=few, many=many))
     if not tiled:
         return ()
     decode = (DECODE,) if rows <= DECODE_ROWS_WITHOUT_MIDDLE else ()
-    most = MIDDLE_ROWS_OF_SMALL if numbers < SMALL_WEIGHT else MIDDLE_ROWS
+    most = MIDDLE_ROWS_OF_SMALL if numbers < SMALL_WEIGHT else many
     if capability != HOPPER or rows > most:
         return decode
     return (DECODE, MIDDLE) if rows <= few else (MIDDLE, *decode)
@@ -75,7 +84,7 @@ def preferred(
 def one_of_each(capability: tuple[int, int], *, kept: bool = False) -> tuple[int, ...]:
     """Numbers of rows of x that lie in different regimes of a device, one for each; `kept` as in `preferred`."""
     if kept and capability == HOPPER:
-        return DECODE_ROWS // 2, KEPT_ROWS_OF_BASE[len(KEPT_ROWS_OF_BASE) // 2], KEPT_ROWS.stop
+        return DECODE_ROWS // 2, KEPT_ROWS_OF_BASE[len(KEPT_ROWS_OF_BASE) // 2], MOST_ROWS + 1
     if capability == HOPPER:
-        return DECODE_ROWS // 2, 100, min(MIDDLE_ROWS, RUN_ROWS) + 1
+        return DECODE_ROWS // 2, 100, MOST_ROWS + 1
     return 8, 32, DECODE_ROWS_WITHOUT_MIDDLE + 1

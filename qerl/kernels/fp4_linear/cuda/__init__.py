@@ -77,8 +77,8 @@ def regime_of(
     takes = {regimes.DECODE: decode.takes, regimes.MIDDLE: middle.takes, regimes.KEPT: kept.takes}
     numbers, capability = weight.shape[0] * weight.shape[1], torch.cuda.get_device_capability(x_TI.device)
     options = {"kept": weight.kept_OI is not None, "adapters": bool(placements), "tiled": weight.order == "tiles"}
-    few = regimes.few_rows(weight.format, head=head)
-    for regime in regimes.preferred(x_TI.shape[0], numbers, capability, few=few, **options):
+    few, many = regimes.few_rows(weight.format, head=head), regimes.many_rows(head=head)
+    for regime in regimes.preferred(x_TI.shape[0], numbers, capability, few=few, many=many, **options):
         if takes[regime](x_TI, weight, placements, a_RI, b_OR):
             return regime
     return regimes.DENSE
