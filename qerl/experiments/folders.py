@@ -15,7 +15,19 @@ from qerl.experiments.summary import SUMMARY_FILE, load_summary
 from qerl.metrics.files import to_json, whole_file, write_json
 from qerl.metrics.run_dir import MATRIX_NAME, RunDir
 
-CELL_KEYS = ("state", "arm", "seed", "phase", "axes", "error", "collapse", "own_process", "shared_device")
+CELL_KEYS = (
+    "state",
+    "arm",
+    "seed",
+    "phase",
+    "axes",
+    "error",
+    "collapse",
+    "crowded",
+    "given_up",
+    "own_process",
+    "shared_device",
+)
 """What the manifest knows of a cell and ``results/`` keeps."""
 PLAN_KEYS = ("schema", "matrix", "plan", "detectable", "matched", "choices")
 

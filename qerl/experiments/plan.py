@@ -17,6 +17,7 @@ from qerl.config.schema import Config, LogConfig, LoraConfig, OptimConfig, Quant
 from qerl.errors import ConfigError, QerlError, RunFolderError
 from qerl.experiments.cells import Cell, expand, load_matrix
 from qerl.experiments.choice import is_taken_up
+from qerl.experiments.kept import check_kept
 from qerl.experiments.manifest import UNBEGUN, Manifest
 from qerl.experiments.matched import outdated
 from qerl.experiments.schema import FinalConfig, MatrixConfig
@@ -80,7 +81,7 @@ def open_plan(
         only: check these cells alone, and the arms whose entropy they match: for a process that works on them. None checks all.
 
     Raises:
-        ConfigError: the matrix itself is refused, no cell can run and all for one reason, or a cell that has begun was begun with
+        ConfigError: the matrix itself is refused, no cell can run and all for one reason, or a cell that has begun, or is kept, was begun with
             other settings.
         RunFolderError: the folder is that of a run.
         OutputError: the folder cannot be written.
@@ -115,6 +116,7 @@ def open_plan(
     _refuse_one_problem_of_all([cell for cell in checked if cell.name in wanted])
     plan = Plan(path=path, settings=tuple(settings), matrix=matrix, out=folder, cells=checked, manifest=manifest)
     _check_begun(plan, wanted)
+    check_kept(plan, wanted)
     _check_finals(plan, known)
     return plan
 

@@ -194,15 +194,9 @@ def check_same_config(saved: Config, current: Config) -> None:
     Raises:
         ConfigError: a setting outside :data:`MAY_DIFFER` differs; all of them are named.
     """
-    before, after = _flatten(saved.model_dump()), _flatten(current.model_dump())
-    changed = [
-        f"{key}: {before.get(key)} -> {after.get(key)}"
-        for key in sorted(before.keys() | after.keys())
-        if before.get(key) != after.get(key)
-        and not any(key == p or key.startswith(p + ".") for p in MAY_DIFFER)
-        and not (key in PLANNED and "auto" in (before.get(key), after.get(key)))
-        and not (key == "train.steps" and after[key] > before[key])
-    ]
+    before, after = flat(saved.model_dump()), flat(current.model_dump())
+    longer = after["train.steps"] > before["train.steps"]
+    changed = [text for key, text in differences(before, after).items() if not (key == "train.steps" and longer)]
     if changed:
         raise ConfigError(
             "a run cannot be resumed under other settings",
@@ -212,12 +206,29 @@ def check_same_config(saved: Config, current: Config) -> None:
         )
 
 
-def _flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
+def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, str]:
+    """Key -> both values of each setting that is part of what a run means and differs; what a plan made of ``auto`` does not.
+
+    Args:
+        before: dotted key -> value, as of :func:`flat`.
+        after: the same of other settings.
+    """
+    return {
+        key: f"{key}: {before.get(key)} -> {after.get(key)}"
+        for key in sorted(before.keys() | after.keys())
+        if before.get(key) != after.get(key)
+        and not any(key == p or key.startswith(p + ".") for p in MAY_DIFFER)
+        and not (key in PLANNED and "auto" in (before.get(key), after.get(key)))
+    }
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Dotted key -> value of a configuration by section; overrides of formats are one value."""
+    found: dict[str, Any] = {}
     for key, value in values.items():
         name = f"{prefix}{key}"
         if isinstance(value, dict) and name != "quant.overrides":
-            flat |= _flatten(value, f"{name}.")
+            found |= flat(value, f"{name}.")
         else:
-            flat[name] = value
-    return flat
+            found[name] = value
+    return found

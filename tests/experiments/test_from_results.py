@@ -11,9 +11,9 @@ from matrix_builders import ARMS, write_matrix
 from rich.console import Console
 from summary_builders import axis_cell
 
-from qerl.errors import RunFolderError
+from qerl.errors import ConfigError, RunFolderError
 from qerl.experiments import one_cell
-from qerl.experiments.choice import choose
+from qerl.experiments.choice import choose, is_taken_up
 from qerl.experiments.folders import export_summaries, read_cells
 from qerl.experiments.manifest import Manifest
 from qerl.experiments.plan import open_plan, plan_lines, record_plan
@@ -95,14 +95,51 @@ def test_what_is_finished_stays_and_the_rest_is_run(copy, tmp_path):
 
 
 def test_the_other_seeds_of_an_arm_keep_its_temperature(copy):
-    """A copy has no probe set, and the settings may have changed: the temperature cannot be shown to hold, and holds all the same."""
+    """A copy has no probe set: the temperature cannot be shown to hold, and holds all the same."""
     path, out, _ = copy
     found = Manifest(out).read()["matched"]["warm"]["temperature"]
-    plan = open_plan(path, ["optim.updates_per_rollout=2"], out)
+    plan = open_plan(path, [], out)
     assert [cell.config.rollout.temperature for cell in plan.cells if cell.arm.name == "warm"] == [found] * 2
     assert not any("is to be found" in line for line in plan_lines(plan))
     shutil.rmtree(out / "warm-s0")
     assert any("is to be found" in line for line in plan_lines(open_plan(path, [], out))), "no cell has begun"
+
+
+CHANGES = {
+    "optim.lr=0.5": "optim.lr: 0.001 -> 0.5",
+    "train.steps=2": "train.steps: 1 -> 2",
+    "data.eval_limit=4": "data.eval_limit: 8 -> 4",
+    "data.eval=arithmetic": "data.eval: .* -> arithmetic",
+}
+
+
+@pytest.mark.parametrize("setting", CHANGES)
+def test_results_of_other_settings_are_not_gone_on_from(copy, setting):
+    path, out, _ = copy
+    with pytest.raises(ConfigError, match=rf"cell plain-s0 is kept of a run .* {CHANGES[setting]}"):
+        open_plan(path, [setting], out)
+    shutil.rmtree(out / "warm-s0")
+    # What is not kept, or counts for nothing, may be made with any.
+    shutil.rmtree(out / "plain-s0")
+    (out / "noisy-s0/summary.json").unlink()
+    open_plan(path, [setting], out)
+
+
+def test_settings_that_a_summary_cannot_or_need_not_tell_are_no_change(copy):
+    path, out, _ = copy
+    summary = json.loads((out / "plain-s0/summary.json").read_text())
+    del summary["config"]["model"]["attention_dtype"]
+    summary["config"]["model"]["of_an_older_version"] = 1
+    write_json(out / "plain-s0/summary.json", summary)
+    open_plan(path, ["train.save_every=2", "train.memory_budget=8", "train.token_budget=auto"], out)
+
+
+def test_a_summary_in_another_cells_folder_is_refused(copy):
+    path, out, _ = copy
+    shutil.copytree(out / "plain-s0", out / "plain-s1", dirs_exist_ok=True)
+    Manifest(out).set_state("plain-s1", "finished")
+    with pytest.raises(ConfigError, match=r"plain-s1 .*train.seed: 0 -> 1"):
+        open_plan(path, [], out)
 
 
 def test_an_evaluation_that_a_summary_lacks_is_told(copy):
@@ -157,6 +194,20 @@ def test_the_summary_of_a_run_is_not_one_in_its_place(tmp_path):
     run.cell_path.unlink()
     run.append_metrics(1, {})
     assert stored_summary(tmp_path) is None and stored_summary(tmp_path / "none") is None
+
+
+def test_what_was_given_up_stays_so_and_what_was_crowded_is_run_again(results, tmp_path):
+    path, _ = results
+    plan = open_plan(path, [], tmp_path / "out")
+    record_plan(plan)
+    plan.manifest.set_state("plain-s0", "failed", error="a signal", given_up=True)
+    plan.manifest.set_state("plain-s1", "failed", error="no memory", crowded=True)
+    for cell in plan.cells[:1]:
+        one_cell.write_cell_summary(plan, cell)
+    export_summaries(read_cells([plan.out]), tmp_path / "results")
+    again = open_plan(path, [], tmp_path / "results/small")
+    assert again.manifest.cell("plain-s0")["given_up"]
+    assert [cell.name for cell in again.cells if is_taken_up(again, cell)] == ["plain-s1"]
 
 
 def test_trials_are_judged_by_their_summaries(tmp_path):
