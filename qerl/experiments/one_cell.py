@@ -16,8 +16,9 @@ from qerl.experiments.plan import Plan
 from qerl.experiments.process import AGAIN
 from qerl.experiments.shared import evaluate_before, take_probe
 from qerl.experiments.summary import SUMMARY_FILE, stored_summary, write_cell_summary
+from qerl.metrics.files import is_temporary
 from qerl.metrics.run_dir import RunDir
-from qerl.metrics.run_lock import RunLock, is_held
+from qerl.metrics.run_lock import LOCK_NAME, RunLock, is_held
 from qerl.train.fit import within_budget
 from qerl.train.run import train
 from qerl.train.stop import Deadline, StopRequest
@@ -47,7 +48,7 @@ def run_cell(plan: Plan, cell: Cell, deadline: Deadline, *, own_process: bool) -
 def _run_locked(plan: Plan, cell: Cell, deadline: Deadline, *, own_process: bool) -> str:
     assert cell.config is not None
     run = plan.run(cell)
-    _refuse_strangers(plan, cell, run)
+    refuse_strangers(plan, cell)
     plan.manifest.set_state(
         cell.name, "running", error=None, collapse=None, given_up=None, crowded=None, own_process=own_process
     )
@@ -152,21 +153,34 @@ def has_all_steps(run: RunDir) -> bool:
     return run.holds_a_run() and (run.read_json(run.summary_path) or {}).get("status") == "finished"
 
 
-def _refuse_strangers(plan: Plan, cell: Cell, run: RunDir) -> None:
-    """A folder of the cell's name that the matrix has not made is left alone; the summary of a cell that never began is nothing.
+def refuse_strangers(plan: Plan, cell: Cell) -> None:
+    """A folder that the matrix has not made is left alone, and so is what a link leads to: beginning a cell anew removes its folder. The
+    summary of a cell that never began is nothing.
 
     Raises:
         RunFolderError: there is one, with something in it.
     """
-    if plan.state(cell) != "waiting" or not run.path.exists():
+    run = plan.run(cell)
+    names = {path.name for path in run.path.iterdir() if not is_temporary(path)} if run.path.exists() else set()
+    if not names or run.latest_checkpoint() is not None:
         return
     stored = stored_summary(run.path)
-    nothing = {SUMMARY_FILE} if stored is not None and stored["state"] in UNBEGUN else set()
-    if {path.name for path in run.path.iterdir()} - nothing:
+    if plan.state(cell) == "waiting":
+        own = names == {SUMMARY_FILE} and stored is not None and stored["state"] in UNBEGUN
+    else:
+        own = run.holds_a_run() or run.cell_path.exists() or stored is not None or names == {LOCK_NAME}
+    if not own:
         raise RunFolderError(
             "the cell's folder holds something that is not the matrix's",
             got=run.path,
             remedy="Move it away, or choose another --out",
+        )
+    if run.path.is_symlink():
+        raise RunFolderError(
+            "the cell is to begin anew, and its folder is a link to another",
+            got=f"{run.path} -> {run.path.readlink()}",
+            expected="a folder that may be removed, or a link to an empty one",
+            remedy="Remove the link, or what is in that folder",
         )
 
 
@@ -186,6 +200,7 @@ def _prepare(run: RunDir) -> bool:
         )
     if saved is not None:
         return True
-    if run.path.exists():
+    # An empty folder may be a link to another disk.
+    if run.path.exists() and any(run.path.iterdir()):
         shutil.rmtree(run.path)
     return False

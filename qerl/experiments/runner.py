@@ -15,7 +15,7 @@ from qerl.experiments.cells import Cell
 from qerl.experiments.choice import choose, is_cut, is_taken_up, waits_for_trials
 from qerl.experiments.final import missing
 from qerl.experiments.matched import fingerprint, reference_of
-from qerl.experiments.one_cell import FAILURES, lock, run_cell, settle_folder
+from qerl.experiments.one_cell import FAILURES, lock, refuse_strangers, run_cell, settle_folder
 from qerl.experiments.plan import Plan, open_plan, record_plan
 from qerl.experiments.pool import Pool, visible_devices
 from qerl.experiments.portable import DONE, Portable
@@ -71,6 +71,7 @@ def run_matrix(path: Path, settings: Sequence[str], out: Path | None, orders: Or
 
     Raises:
         ConfigError: the matrix or the orders are refused.
+        RunFolderError: a folder that a cell needs is not the matrix's, or is damaged; no cell was begun.
         RunStopped: a signal ended it; what was reached is kept.
     """
     deadline = Deadline(None if orders.max_minutes is None else 60 * orders.max_minutes - RESERVED_SECONDS)
@@ -82,6 +83,9 @@ def run_matrix(path: Path, settings: Sequence[str], out: Path | None, orders: Or
         remove_leftovers(plan.out)
         for cell in plan.cells:
             settle_folder(plan, cell)
+        for cell in _selected(plan, orders):
+            if _is_open(plan, cell, orders) and not is_held(lock(plan, cell).folder):
+                refuse_strangers(plan, cell)
     for cell in _selected(plan, orders) if orders.give_up else ():
         if is_cut(plan, cell):
             plan.manifest.note(cell.name, given_up=True)

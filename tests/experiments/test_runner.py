@@ -266,13 +266,36 @@ def test_a_cell_that_was_killed_before_its_first_checkpoint_starts_anew(tmp_path
     assert [row["step"] for row in run.read_metrics()] == [0, 1, 2, 3]
 
 
-def test_a_folder_that_the_matrix_did_not_make_is_left_alone(tmp_path):
+@pytest.mark.parametrize("orders", [ALONE, Orders(), Orders(jobs=2), Orders(retry=True)])
+@pytest.mark.parametrize("state", ["waiting", "failed"])
+def test_a_folder_that_the_matrix_did_not_make_is_left_alone(tmp_path, orders, state):
+    """Whoever would begin a cell there, in whatever process: its name was free when the matrix was planned, or a search has failed it."""
     path = write_matrix(tmp_path, arms=[ARMS[0]])
+    Manifest(tmp_path / "out").set_state("plain-s0", state)
     (tmp_path / "out" / "plain-s0").mkdir(parents=True)
     (tmp_path / "out" / "plain-s0" / "thesis.txt").write_text("years of work")
-    with pytest.raises(RunFolderError, match="not the matrix's"):
-        run_matrix(path, [], tmp_path / "out", ALONE, quiet)
-    assert (tmp_path / "out" / "plain-s0" / "thesis.txt").exists()
+    if state == "failed" and not orders.retry:
+        assert states(run_matrix(path, [], tmp_path / "out", orders, quiet)) == {"plain-s0": "failed"}
+    else:
+        with pytest.raises(RunFolderError, match="not the matrix's"):
+            run_matrix(path, [], tmp_path / "out", orders, quiet)
+    assert [path.name for path in (tmp_path / "out" / "plain-s0").iterdir()] == ["thesis.txt"]
+
+
+@pytest.mark.parametrize("orders", [ALONE, Orders()])
+def test_a_cells_folder_may_be_a_link_to_an_empty_one_and_nothing_behind_a_link_is_removed(tmp_path, orders):
+    path, other = write_matrix(tmp_path, arms=[ARMS[0]], set={"train.steps": 1}), tmp_path / "disk"
+    out = tmp_path / "out"
+    out.mkdir()
+    other.mkdir()
+    (out / "plain-s0").symlink_to(other)
+    assert states(run_matrix(path, [], out, orders, quiet)) == {"plain-s0": "finished"}
+    assert (other / "metrics.jsonl").exists()
+    shutil.rmtree(other / "checkpoints")
+    Manifest(out).set_state("plain-s0", "failed")
+    with pytest.raises(RunFolderError, match="its folder is a link"):
+        run_matrix(path, [], out, replace(orders, retry=True), quiet)
+    assert (other / "metrics.jsonl").exists()
 
 
 def test_cells_at_one_time_learn_what_they_learn_alone_and_are_counted_without_times(tmp_path, done):
