@@ -1,4 +1,4 @@
-"""Launching the middle kernel: tens to hundreds of rows of x, the weight expanded in registers and multiplied by wgmma."""
+"""Launching the middle kernel: tens to thousands of rows of x, the weight expanded in registers and multiplied by wgmma."""
 
 from __future__ import annotations
 
