@@ -26,7 +26,15 @@ from qerl.memory.advice import (
 from qerl.memory.bound import OUTSIDE, within_budget
 from qerl.memory.copies import settle_copies
 from qerl.memory.ledger import PHASES, Ledger, check_cache, kv_bytes, predict
-from qerl.memory.measure import PhasePeaks, device_bytes, held_against, measure_resident, process_bytes, return_unused
+from qerl.memory.measure import (
+    PhasePeaks,
+    device_bytes,
+    held_against,
+    held_against_its_tokens,
+    measure_resident,
+    process_bytes,
+    return_unused,
+)
 from qerl.memory.shapes import policy_bytes, trained_tensors, uses_dense_cache
 
 __all__ = [
@@ -42,6 +50,7 @@ __all__ = [
     "check_cache",
     "device_bytes",
     "held_against",
+    "held_against_its_tokens",
     "kv_bytes",
     "limits",
     "measure_resident",

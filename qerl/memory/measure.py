@@ -7,13 +7,16 @@ import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from qerl.config.schema import Config
 from qerl.kernels.cuda import lent_bytes, reset_lent_peak
-from qerl.memory.ledger import PHASES, Ledger
+from qerl.memory.ledger import PHASES, Ledger, predict
 from qerl.model.decoder import Decoder, DecoderLayer
+from qerl.model.spec import ModelSpec
 
 
 def measure_resident(
@@ -76,6 +79,31 @@ def held_against(
         name: {"predicted": ours, "measured": found} | ({"error": ours / found - 1} if found > 0 else {})
         for name, (ours, found) in rows.items()
     }
+
+
+def held_against_its_tokens(
+    config: Config, spec: ModelSpec, measured: Mapping[str, int], peaks: PhasePeaks
+) -> dict[str, Any]:
+    """The backward pass's peak beside a plan for the tokens of the largest pass that was made: a run's plan is for passes that are full.
+
+    Args:
+        config: the run's configuration.
+        spec: the model's shapes.
+        measured: as ``held_against`` has it.
+        peaks: of the run.
+
+    Returns:
+        ``tokens`` of the largest pass with a gradient, prompts included; ``backward`` and ``backward, all else`` as ``held_against`` has them,
+        for that many tokens. Empty where no pass had a gradient, or nothing is known (CPU).
+    """
+    if not peaks.largest_pass or "backward" not in peaks.run:
+        return {}
+    train = config.train.model_copy(update={"token_budget": peaks.largest_pass})
+    ledger = predict(config.model_copy(update={"train": train}), spec, device_type=peaks.device.type)
+    predicted, found = ledger.total("backward"), peaks.run["backward"]["allocated"]
+    rest = held_against(ledger, measured, {"backward": peaks.run["backward"]})["backward, all else"]
+    whole = {"predicted": predicted, "measured": found, "error": predicted / found - 1}
+    return {"tokens": peaks.largest_pass, "backward": whole, "backward, all else": rest}
 
 
 def _bytes(tensors: Iterable[Tensor | None]) -> int:

@@ -271,11 +271,14 @@ def memory_owners(run: RunData) -> list[MemoryOwner]:
 
 
 def rests_of_phases(run: RunData) -> list[MemoryOwner]:
-    """What the owners of a phase that nobody measures have together; known on a GPU alone."""
-    found = run.memory.get("by_owner") or {}
+    """What the owners of a phase that nobody measures have together; of the backward pass also beside a plan for the tokens that its largest
+    pass had. Known on a GPU alone."""
+    found, largest = run.memory.get("by_owner") or {}, run.memory.get("largest_pass") or {}
+    tokens = f"planned for its largest pass of {largest.get('tokens', 0):,} tokens"
     return [
-        MemoryOwner(name=f"{name} at its peak", predicted=row.get("predicted"), measured=row.get("measured"))
-        for name, row in found.items()
+        MemoryOwner(name=f"{name}{end}", predicted=row.get("predicted"), measured=row.get("measured"))
+        for rows, end in ((found, " at its peak"), (largest, f", {tokens}"))
+        for name, row in rows.items()
         if name.endswith(", all else")
     ]
 

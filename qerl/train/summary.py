@@ -66,6 +66,7 @@ def write_summary(trainer: Trainer, *, finished: bool) -> dict[str, Any]:
             "measured_peaks": trainer.timer.peaks.run,
             "measured": measured,
             "by_owner": memory.held_against(ledger, measured, trainer.timer.peaks.run),
+            "largest_pass": memory.held_against_its_tokens(config, session.model.spec, measured, trainer.timer.peaks),
             "process": peaks,
         },
     )

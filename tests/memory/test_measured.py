@@ -71,6 +71,30 @@ def test_owners_and_what_is_left_of_a_phase_by_hand():
     assert memory.held_against(ledger, {"base_weights": 0}, {}) == {"base_weights": {"predicted": 100, "measured": 0}}
 
 
+def test_a_run_of_smaller_passes_is_held_against_a_plan_for_the_tokens_that_they_had():
+    """A pass of 8,192 tokens of a run whose plan is for 65,536: beside a plan for its own it is what the step of that size was."""
+    row = next(r for r in STEPS if r["size"] == "7b" and "train.token_budget=8192" in r["settings"])
+    settings = [s for s in row["settings"] if not s.startswith("train.token_budget")] + [*COMMON]
+    config = configured(*settings, "train.token_budget=65536", "rollout.prompts_per_step=8")
+    peaks = memory.PhasePeaks(torch.device("cuda"))
+    assert memory.held_against_its_tokens(config, qwen("7b"), {}, peaks) == {}
+    allocated = round(row["allocated_gb"]["backward"] * 1e9)
+    peaks.largest_pass = 8192
+    assert memory.held_against_its_tokens(config, qwen("7b"), {}, peaks) == {}, "what was not measured"
+    peaks.note("backward", allocated=allocated, reserved=0)
+    base = {"base_weights": memory.predict(config, qwen("7b"), device_type="cuda").owners()["base_weights"]}
+    found = memory.held_against_its_tokens(config, qwen("7b"), base, peaks)
+    assert (found["tokens"], found["backward"]["measured"]) == (8192, allocated)
+    assert abs(found["backward"]["error"]) < 0.02
+    rest = found["backward, all else"]
+    assert rest["measured"] == allocated - base["base_weights"]
+    assert rest["predicted"] - rest["measured"] == found["backward"]["predicted"] - allocated
+    full = memory.held_against(
+        memory.predict(config, qwen("7b"), device_type="cuda"), base, {"backward": peaks.run["backward"]}
+    )
+    assert full["backward, all else"]["error"] > 1, "the plan of the run is for full passes"
+
+
 def test_copies_of_adapters_are_counted_once_they_are_there(tmp_path):
     model = load_tiny(write_checkpoint(tmp_path, "llama"), dtype=torch.bfloat16)
     adapters = memory.measure_resident(model)["adapters"]

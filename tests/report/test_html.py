@@ -101,12 +101,14 @@ def test_peaks_of_a_gpu_stand_beside_their_prediction(tmp_path):
     peaks = {"backward": {"allocated": 19_871_000_000, "reserved": 24_577_000_000}}
     predicted = {"rollout": 3_760_000_000, "backward": 19_990_000_000}
     by_owner = {"backward, all else": {"predicted": 9e9, "measured": 10e9, "error": -0.1}}
-    more = {"predicted_peaks": predicted, "measured_peaks": peaks, "by_owner": by_owner}
+    largest = {"tokens": 12_345, "backward, all else": {"predicted": 9.9e9, "measured": 10e9, "error": -0.01}}
+    more = {"predicted_peaks": predicted, "measured_peaks": peaks, "by_owner": by_owner, "largest_pass": largest}
     run.write_json("memory.json", memory | more)
     page = Page(render(read_run(run.path)))
     for words in (
         "backward phase, predicted 20.0 GB",
         "backward, all else at its peak 9.00 GB 10.0 GB −10.0 %",
+        "backward, all else, planned for its largest pass of 12,345 tokens 9.90 GB 10.0 GB −1.0 %",
         "backward phase, allocated 19.9 GB",
         "backward phase, reserved 24.6 GB",
     ):
