@@ -117,7 +117,9 @@ class Workspace:
         state = noise.state
         tables = fits_tables(noise, self.layout.rows, self.device)
         spreads = tuple(isinstance(spread, Tensor) for spread in noise.spreads.values())
-        key = (state.scope, state.prompt, state.sharing, state.group_size, tuple(noise.widths.items()), tables, spreads)
+        # Tables are filled by the draws of the call: an evaluation whose groups have another size finds those of the rollouts.
+        group_size = state.group_size if state.scope == "group" and not tables else None
+        key = (state.scope, state.prompt, state.sharing, group_size, tuple(noise.widths.items()), tables, spreads)
         source = self._sources.get(key)
         if source is None:
             source = (

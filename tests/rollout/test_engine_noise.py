@@ -267,6 +267,18 @@ def test_tables_filled_as_on_a_gpu_give_the_answers_of_draws_at_every_step(
 
 
 @pytest.mark.parametrize("scope", SCOPES)
+def test_an_evaluation_with_groups_of_another_size_has_no_tables_of_its_own(model, tokenizer, scope):
+    """The plan counts the tables once."""
+    engine = Engine(model, tokenizer, max_num_seqs=16, paged=True)
+    for group_size in (GROUP, 1, GROUP):
+        noise = make_noise(model, scope, group_size=group_size)
+        found, _ = engine.generate(make_prompts(RAGGED), SPEC, group_size=group_size, noise=noise)
+        expected, _ = Engine(model, tokenizer).generate(make_prompts(RAGGED), SPEC, group_size=group_size, noise=noise)
+        assert_same_answers(found, expected)
+    assert len(engine._workspace._sources) == 1
+
+
+@pytest.mark.parametrize("scope", SCOPES)
 def test_sigma_zero_is_bit_identical_to_no_noise(model, tokenizer, scope):
     silent, _ = generate(model, tokenizer, make_noise(model, scope, sigma=0.0))
     assert silent == generate(model, tokenizer, None)[0]
