@@ -18,6 +18,9 @@ WHOLE = ("finished", "trained")
 """States of runs that made all their steps."""
 ENDED = (*WHOLE, "failed")
 """States of runs that do not go on by themselves."""
+PROBE_ENTROPY = "probe/entropy_conditional/by_token"
+SAME_PROBE_SET = 0.01
+"""The share by which entropies of one model on one probe set may differ, by the arithmetic of versions and machines."""
 
 
 def policy(cells: Sequence[Cell]) -> str:
@@ -75,7 +78,7 @@ def notes(
         found.append(
             f"The runs were made on different machines ({'; '.join(sorted(machines))}): times cannot be compared."
         )
-    return [*found, *_commits(cells), *_scatter(arms, plan)]
+    return [*found, *_commits(cells), *_probe_sets(cells), *_scatter(arms, plan)]
 
 
 def _ended_badly(cells: Sequence[Cell]) -> list[str]:
@@ -119,6 +122,23 @@ def _commits(cells: Sequence[Cell]) -> list[str]:
     first, *others = sorted(made, key=lambda commit: -len(made[commit]))
     named = "; ".join(f"at {commit} {', '.join(made[commit])}" for commit in others)
     return [f"Made by several versions of the code: at {first} {len(made[first])} cells, {named}."]
+
+
+def _probe_sets(cells: Sequence[Cell]) -> list[str]:
+    """Arms of several probe sets, as cells of several matrix folders have: before the first update an arm's model is one, and so is its
+    entropy on one set."""
+    before: dict[tuple[str, str], list[float]] = {}
+    for cell in cells:
+        steps, values = cell["curves"].get(PROBE_ENTROPY, ((), ()))
+        if steps and steps[0] == 1:
+            before.setdefault((str(cell["label"]), str(cell["axes"])), []).append(float(values[0]))
+    several = [label for (label, _), found in before.items() if max(found) > (1 + SAME_PROBE_SET) * min(found)]
+    if not several:
+        return []
+    arms = "; ".join(dict.fromkeys(several))
+    return [
+        f"Entropies on the probe set are of several sets and do not compare: seeds differ before training in {arms}."
+    ]
 
 
 def _scatter(arms: Sequence[ArmRow], plan: Mapping[str, Any]) -> list[str]:

@@ -16,7 +16,7 @@ CURVES = (
     ("groups/mixed", "Mixed groups", "share of groups", ".0%", "Groups with both right and wrong answers: what there is to learn from."),
     ("reward", "Reward", "mean reward", ".3f", "Of the training answers, which are sampled with the arm's own noise and temperature."),
     ("entropy", "Entropy", "nats a token", ".3f", "Of the policy that samples, on the answers it samples: not one set of contexts for all arms."),
-    ("probe/entropy_conditional/by_token", "Entropy on the probe set", "nats a token", ".3f", "On one fixed set of contexts for all arms, mean over draws of noise: what may be compared."),
+    ("probe/entropy_conditional/by_token", "Entropy on the probe set", "nats a token", ".3f", "On the fixed contexts of the matrix, mean over draws of noise: what may be compared, unless it is said above that there are several sets."),
     ("completions/mean_length", "Answer length", "tokens", ".0f", "Of the training answers."),
     ("aqn/sigma", "Noise", "sigma", ".2g", "Level of the noise on norm scales."),
 )  # fmt: skip

@@ -126,6 +126,20 @@ def test_cells_of_another_version_are_named():
     assert not any("versions" in note for note in compared(*cells[:2]).notes)
 
 
+def test_entropies_on_several_probe_sets_are_not_one_mean_in_silence():
+    def probed(arm, seed, first, step=1.0):
+        return cell(arm, seed, 0.3, curves={"probe/entropy_conditional/by_token": [[step, 21.0], [first, 0.3]]})
+
+    alike = [probed("a", 0, 0.4412), probed("a", 1, 0.4415), probed("b", 0, 0.4581)]
+    assert not any("probe" in note for note in compared(*alike).notes), "other arithmetic, and another arm"
+    found = compared(*alike, probed("b", 1, 0.4682)).notes
+    assert (
+        "Entropies on the probe set are of several sets and do not compare: seeds differ before training in B." in found
+    )
+    later = compared(probed("a", 0, 0.44), probed("a", 1, 0.35, step=21.0), cell("a", 2, 0.3))
+    assert not any("probe" in note for note in later.notes), "not scored before training, or not at all"
+
+
 def test_two_shared_seeds_have_no_verdict():
     """Two differences that happen to be alike make an interval of no width: +1.6 [+1.6, +1.6] was called higher."""
     cells = [cell("a", 0, 0.30), cell("a", 1, 0.32), cell("b", 0, 0.316), cell("b", 1, 0.3361)]
