@@ -15,6 +15,7 @@ from qerl.model.spec import ModelSpec
 ROOT = Path(__file__).resolve().parents[2]
 MEMORY = ROOT / "results" / "memory"
 RUNS = sorted(path for path in MEMORY.glob("*.json") if path.name != "step-h200.json")
+CELLS = json.loads((ROOT / "results" / "reserved_by_cell_h200.json").read_text())["cells"]
 STEPS = json.loads((MEMORY / "step-h200.json").read_text())["rows"]
 COMMON = ("objective.denominator=recomputed", "rollout.keep_cache=off", "aqn.enabled=false")
 
@@ -48,6 +49,23 @@ def test_every_phase_of_a_step_is_predicted_within_five_percent(row):
     # Owners with a shape are what tensors take to the byte; gradients, activations and what is worked with are the rest of the peak.
     shaped = sum(size for owner, size in ledger.resident.items() if owner != "workspace") / 1e9
     assert ledger.total("backward") / 1e9 - shaped == pytest.approx(measured - shaped, rel=0.05)
+
+
+def test_cells_beside_each_other_stayed_within_their_bound_and_their_plan():
+    """What ``docs/memory.md`` says of them."""
+    assert len(CELLS) == 7 + 12
+    reserved = {name: cell["by_step"]["backward_reserved_gb"] for name, cell in CELLS.items()}
+    assert all(max(steps) < 30 for steps in reserved.values()), "train.memory_budget=30"
+    for name, cell in CELLS.items():
+        assert cell["allocated_gb"] <= cell["predicted_gb"], name
+        assert max(cell["by_step"]["backward_allocated_gb"]) == pytest.approx(cell["allocated_gb"], abs=1e-3), name
+    seven = {name: cell for name, cell in CELLS.items() if cell["matrix"] == "mechanism"}
+    assert [cell["larger_passes"] for cell in seven.values()] == [5, 6, 5, 5, 6, 2, 6]
+    at_the_bound = [(name, i) for name in seven for i, size in enumerate(reserved[name]) if size > 27]
+    assert len(at_the_bound) == 19 and sum(map(len, (reserved[name] for name in seven))) == 420
+    for name, i in at_the_bound:
+        counted = seven[name]["by_step"]["larger_passes"]
+        assert counted[i] == counted[i - 1], "no pass of that step was the largest yet"
 
 
 def test_owners_and_what_is_left_of_a_phase_by_hand():
