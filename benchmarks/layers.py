@@ -27,8 +27,9 @@ if __name__ == "__main__" and not __package__:
 
 import torch
 
+from benchmarks.options import BASES, count, names
 from benchmarks.stored import write_result
-from benchmarks.synthetic import random_model
+from benchmarks.synthetic import SHAPES, random_model
 from benchmarks.timing import require_gpu
 from benchmarks.training import clear, facts, questions, random_answers, samples, spec_of, synchronize
 from qerl.model.decoder import Decoder
@@ -70,7 +71,13 @@ def parse_shape(text: str) -> Shape:
     """4x1920, or 4x1920/none."""
     size, _, way = text.partition("/")
     answers, _, length = size.partition("x")
-    if not (answers.isdigit() and length.isdigit() and way in ("", *get_args(Checkpointing))):
+    if not (
+        answers.isdecimal()
+        and length.isdecimal()
+        and int(answers)
+        and int(length)
+        and way in ("", *get_args(Checkpointing))
+    ):
         raise argparse.ArgumentTypeError(f"{text!r} is no shape; expected answers x tokens, 4x1920 or 4x1920/none")
     return Shape(text, int(answers), int(length), cast("Checkpointing", way) if way else None)
 
@@ -157,10 +164,15 @@ def over_bf16(rows: dict[str, Any]) -> dict[str, dict[str, float]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", default="32B")
-    parser.add_argument("--formats", default="nvfp4,bf16", help="formats of the base, with commas")
-    parser.add_argument("--shapes", type=parse_shapes, default="8x256,4x1920", help="answers x tokens, with commas")
-    parser.add_argument("--layers", type=int, default=8, help="layers of the model that is timed, above two")
+    parser.add_argument("--size", default="32B", choices=SHAPES)
+    parser.add_argument(
+        "--formats",
+        type=names((*BASES, *(f"{base}+kept" for base in BASES if base != "bf16"))),
+        default="nvfp4,bf16",
+        help="formats of the base, with commas",
+    )
+    parser.add_argument("--shapes", type=parse_shapes, help="answers x tokens, with commas (8x256,4x1920)")
+    parser.add_argument("--layers", type=count, default=8, help="layers of the model that is timed, above two")
     parser.add_argument("--checkpointing", default="full", choices=get_args(Checkpointing))
     parser.add_argument("--out", type=Path)
     parser.add_argument("--seconds", type=float, default=60.0, help="no further row is begun after so many")
@@ -171,12 +183,12 @@ def main() -> None:
     began, rows = time.perf_counter(), {}
     spec = spec_of(arguments.size, tiny=arguments.tiny)
     known = facts(device) | {"checkpointing": arguments.checkpointing, "prompt": PROMPT}
-    for shown_as in arguments.formats.split(","):
-        format, plus, kept = shown_as.partition("+")
-        assert kept == ("kept" if plus else ""), f"unknown kind of {format}: {kept!r}"
+    shapes = arguments.shapes or parse_shapes("8x24,4x60" if arguments.tiny else "8x256,4x1920")
+    for shown_as in arguments.formats:
+        format, _, kept = shown_as.partition("+")
         shown = replace(spec, num_layers=max(FEW + 1, arguments.layers))
         model = random_model(shown, format=format, dense_cache=bool(kept), device=device, dtype=torch.bfloat16)
-        for shape in arguments.shapes:
+        for shape in shapes:
             name = f"{arguments.size} {shown_as} {shape.text}"
             if time.perf_counter() - began > arguments.seconds:
                 rows[name] = {"skipped": f"not reached in {arguments.seconds:g} s"}

@@ -39,8 +39,9 @@ import torch
 
 from benchmarks.captured import profile
 from benchmarks.lengths import NO_EOS, make_prompts, real, realistic
+from benchmarks.options import BASES, HEADS, SCOPES, count, count_from_0, counts, names, rooms
 from benchmarks.stored import write_result
-from benchmarks.synthetic import StubTokenizer, model_spec, random_model
+from benchmarks.synthetic import SHAPES, StubTokenizer, model_spec, random_model
 from benchmarks.timing import deciles, require_gpu
 from qerl import memory
 from qerl.config.load import load_config
@@ -198,47 +199,87 @@ def keeps_copies(spec: ModelSpec, format: str, setting: str, device: torch.devic
 
 def models_of(arguments: argparse.Namespace) -> Iterator[tuple[str, str, list[str]]]:
     """(format of the base, of the head, noise that is timed with them)."""
-    for index, name in enumerate(arguments.formats.split(",")):
+    for index, (base, head) in enumerate(arguments.formats):
+        yield base, head, [scope for scope in arguments.noise if index == 0 or scope == "off"]
+
+
+def parse_formats(text: str) -> list[tuple[str, str]]:
+    """(format of the base, of the head) each, of nvfp4,bf16,nvfp4/nvfp4."""
+    found = []
+    for name in text.split(","):
         base, _, head = name.partition("/")
-        scopes = arguments.noise.split(",")
-        yield base, head or "bf16", [scope for scope in scopes if index == 0 or scope == "off"]
+        head = head or "bf16"
+        if base not in BASES or head not in HEADS:
+            raise argparse.ArgumentTypeError(
+                f"{name!r} is no format of a base, or of one and its head: nvfp4, nvfp4/fp8"
+            )
+        found.append((base, head))
+    return found
 
 
 def cells_of(arguments: argparse.Namespace, scope: str) -> Iterator[tuple[int, bool]]:
     """(sequences, whether rows of a prompt read its pages together)."""
     counts = arguments.sequences if scope == "off" else arguments.noise_at or arguments.sequences
-    for sequences in map(int, filter(None, counts.split(","))):
-        for together in arguments.together.split(","):
+    for sequences in counts:
+        for together in arguments.together:
             yield sequences, together == "on"
+
+
+def refuse_what_would_be_ignored(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    """End with a message where an option has nothing to act on."""
+    given = {name for name in ("rows", "kv_gb", "chunk") if getattr(arguments, name) != parser.get_default(name)}
+    given -= {"kv_gb"} if arguments.kv_gb == [None] else set()
+    if given and not arguments.realistic:
+        parser.error(f"--{min(given).replace('_', '-')} is of --realistic, which is not given")
+    if arguments.model and arguments.realistic:
+        parser.error("--realistic imposes lengths on random weights; answers of --model end by themselves")
+    if arguments.settings and not arguments.model:
+        parser.error(f"{arguments.settings[0]} is a setting of --model, which is not given")
 
 
 def main() -> None:
     started = time.perf_counter()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--size", default="7B")
+    parser.add_argument("--size", default="7B", choices=SHAPES)
     parser.add_argument(
-        "--formats", default="nvfp4", help="of the base, and of the LM head where not bf16: nvfp4,bf16,nvfp4/nvfp4"
+        "--formats",
+        type=parse_formats,
+        default="nvfp4",
+        help="of the base, and of the LM head where not bf16: nvfp4,bf16,nvfp4/nvfp4",
     )
-    parser.add_argument("--noise", default="off", help="off and scopes; scopes with the first of the formats only")
-    parser.add_argument("--noise-at", default="", help="sequences at which scopes are timed; all when not given")
-    parser.add_argument("--sequences", default="1,8,32,64,128,256")
-    parser.add_argument("--rank", type=int, default=32)
-    parser.add_argument("--calls", type=int, default=3)
+    parser.add_argument(
+        "--noise",
+        type=names(("off", *SCOPES)),
+        default="off",
+        help="off and scopes; scopes with the first of the formats only",
+    )
+    parser.add_argument(
+        "--noise-at", type=counts, default="", help="sequences at which scopes are timed; all when not given"
+    )
+    parser.add_argument("--sequences", type=counts, default="1,8,32,64,128,256")
+    parser.add_argument("--rank", type=count_from_0, default=32)
+    parser.add_argument("--calls", type=count, default=3)
     parser.add_argument("--seconds", type=float, default=math.inf, help="start no cell after so many seconds")
     parser.add_argument(
-        "--prompt", type=int, help="tokens of a prompt, which up to 8 sequences share: 16, and 256 with --realistic"
+        "--prompt", type=count, help="tokens of a prompt, which up to 8 sequences share: 16, and 256 with --realistic"
     )
-    parser.add_argument("--new", type=int, default=192, help="new tokens of a sequence")
+    parser.add_argument("--new", type=count, default=192, help="new tokens of a sequence")
     parser.add_argument(
-        "--together", default="off", help="off, on or off,on: rows of one prompt read its pages together"
+        "--together",
+        type=names(("off", "on")),
+        default="off",
+        help="off, on or off,on: rows of one prompt read its pages together",
     )
     parser.add_argument("--realistic", action="store_true")
-    parser.add_argument("--rows", type=int, default=512, help="most answers of --realistic that run at once")
+    parser.add_argument("--rows", type=count, default=512, help="most answers of --realistic that run at once")
     parser.add_argument(
-        "--kv-gb", default="auto", help="room for keys and values of --realistic, one cell each: auto, GB or auto,3"
+        "--kv-gb",
+        type=rooms,
+        default="auto",
+        help="room for keys and values of --realistic, one cell each: auto, GB or auto,3",
     )
-    parser.add_argument("--chunk", type=int, default=8192, help="most prompt tokens of one pass of --realistic")
+    parser.add_argument("--chunk", type=count, default=8192, help="most prompt tokens of one pass of --realistic")
     parser.add_argument(
         "--dense-cache", choices=("auto", "on", "off"), default="auto", help="copies of weights (quant.dense_cache)"
     )
@@ -246,10 +287,11 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--model", help="a real model's folder, instead of random weights")
     parser.add_argument("--data", default="gsm8k")
-    parser.add_argument("--prompts", type=int, default=64, help="questions of --data")
-    parser.add_argument("--answer", type=int, default=512, help="most tokens of an answer to them")
+    parser.add_argument("--prompts", type=count, default=64, help="questions of --data")
+    parser.add_argument("--answer", type=count, default=512, help="most tokens of an answer to them")
     parser.add_argument("settings", nargs="*", metavar="key=value", help="settings of --model")
     arguments = parser.parse_args()
+    refuse_what_would_be_ignored(parser, arguments)
     require_gpu(tiny=arguments.tiny or bool(arguments.model))
     cells: list[dict[str, Any]] = []
     missing: list[str] = []
@@ -309,10 +351,9 @@ def main() -> None:
                             **steps(model, noise, sequences, calls=arguments.calls, bare=arguments.bare, **protocol),
                         }
                     )
-            for room in arguments.kv_gb.split(",") if arguments.realistic else ():
-                if reached(f"{format}/{head_format}, noise {scope}, realistic, room {room}"):
+            for kv_gb in arguments.kv_gb if arguments.realistic else ():
+                if reached(f"{format}/{head_format}, noise {scope}, realistic, room {kv_gb or 'auto'}"):
                     asked = {"rows": arguments.rows, "prompt": arguments.prompt, "chunk": arguments.chunk}
-                    kv_gb = None if room == "auto" else float(room)
                     add({**head, "realistic": realistic(model, noise, arguments.calls, kv_gb=kv_gb, **asked)})
         del model
         gc.collect()

@@ -31,6 +31,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -39,6 +40,7 @@ if __name__ == "__main__" and not __package__:
 
 import torch
 
+from benchmarks.options import count, names, tokens_by_size
 from benchmarks.peers import peft_passes
 from benchmarks.phases import MICRO_BATCH, Case, Run
 from benchmarks.stored import made_by, write_result
@@ -103,6 +105,9 @@ CASES = (
     Case(kind="peers", size="7B", format="bf16", needs=10),
     Case(kind="peers", size="0.5B", format="bf16", needs=5),
 )
+
+KEYS = attrgetter("kind"), attrgetter("size"), attrgetter("format")
+"""What cases are chosen by."""
 
 
 class Bench:
@@ -277,22 +282,31 @@ class Bench:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--only", default="passes,peers,full,offload,whole,capped", help="kinds of cases, with commas")
-    parser.add_argument("--sizes", default="0.5B,1.5B,7B,14B,32B", help="sizes, with commas")
-    parser.add_argument("--formats", default="nvfp4,bf16,nf4", help="formats of the base, with commas")
-    parser.add_argument("--most-new", nargs="*", default=[], metavar="SIZE=N", help="most tokens sampled of an answer")
-    parser.add_argument("--whole-steps", type=int, default=5, metavar="N", help="timed steps of a case of whole ones")
+    kinds, sizes, formats = (tuple(dict.fromkeys(key(case) for case in CASES)) for key in KEYS)
+    parser.add_argument("--only", type=names(kinds, none=True), default=list(kinds), help="kinds of cases, with commas")
+    parser.add_argument("--sizes", type=names(sizes), default=list(sizes), help="sizes, with commas")
+    parser.add_argument(
+        "--formats", type=names(formats), default=list(formats), help="formats of the base, with commas"
+    )
+    parser.add_argument(
+        "--most-new",
+        type=tokens_by_size(sizes),
+        nargs="*",
+        default=[],
+        metavar="SIZE=N",
+        help="most tokens sampled of an answer",
+    )
+    parser.add_argument("--whole-steps", type=count, default=5, metavar="N", help="timed steps of a case of whole ones")
     parser.add_argument(
         "--add", type=Path, nargs="*", default=[], help="earlier outputs whose rows are kept beside the new ones"
     )
     parser.add_argument("--seconds", type=float, default=1200.0)
     parser.add_argument("--tiny", action="store_true")
     arguments = parser.parse_args()
-    kinds = [kind for kind in arguments.only.split(",") if kind]
-    require_gpu(tiny=arguments.tiny or not kinds)
+    require_gpu(tiny=arguments.tiny or not arguments.only)
     # With its number, as tensors name it: what is cached by device is then found again.
-    device = torch.device("cpu" if arguments.tiny or not kinds else "cuda:0")
-    most_new = {size: int(most) for size, _, most in (pair.partition("=") for pair in arguments.most_new)}
+    device = torch.device("cpu" if arguments.tiny or not arguments.only else "cuda:0")
+    most_new = dict(arguments.most_new)
     bench = Bench(device, arguments.seconds, tiny=arguments.tiny, most_new=most_new)
     for path in arguments.add:
         bench.add(path)
@@ -306,8 +320,11 @@ def main() -> None:
 
     if arguments.add:
         write()
-    sizes, formats = arguments.sizes.split(","), arguments.formats.split(",")
-    cases = [case for case in CASES if case.kind in kinds and case.size in sizes and case.format in formats]
+    cases = [
+        case
+        for case in CASES
+        if case.kind in arguments.only and case.size in arguments.sizes and case.format in arguments.formats
+    ]
     for index, case in enumerate(cases):
         if case.kind == "whole":
             case = replace(case, new=min(case.new, most_new.get(case.size, case.new)), updates=arguments.whole_steps)
