@@ -38,7 +38,7 @@ from qerl.verbs.options import (
     Settings,
     TargetArgument,
     as_settings,
-    meant_as_setting,
+    meant_as_argument,
     split_settings,
 )
 from qerl.verbs.planning import plan
@@ -92,9 +92,7 @@ def _written_as_option(error: Exception) -> ConfigError | None:
     taken = [parameter.metavar or "" for parameter in getattr(command, "params", ())]
     if option is None or not any("key=value" in metavar for metavar in taken):
         return None
-    keys = meant_as_setting(option)
-    remedy = "Write " + " or ".join(f"{key}=VALUE" for key in keys)
-    return ConfigError("settings have no dashes", got=option, remedy=remedy) if keys else None
+    return meant_as_argument(option)
 
 
 def _without_compiler(error: Exception) -> KernelUnavailableError | None:

@@ -356,6 +356,11 @@ def test_a_command_without_outputs_does_its_work(run_folder):
     assert (done.returncode, done.stderr) == (0, "")
 
 
+def test_a_configuration_file_behind_an_option_is_told_of():
+    text = refused("train", "--config", "configs/demo.yaml")
+    assert "the configuration file has no option before it; got --config. Write its path alone" in text
+
+
 def test_an_option_that_is_no_setting_either_is_left_to_the_parser():
     # Verbs that take no settings are told of none.
     no_settings = (("results", "runs/demo", "--name", "x"), ("export", "runs/demo", "--output-dir", "x"))

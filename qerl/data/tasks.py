@@ -126,7 +126,8 @@ def _read_line(line: bytes, place: str) -> Row:
         return fields
 
     try:
-        value = json.loads(line.decode("utf-8-sig"), object_pairs_hook=once)
+        # Without the line's end, behind which the parser would count columns of another line.
+        value = json.loads(line.decode("utf-8-sig").rstrip(" \t\r\n"), object_pairs_hook=once)
         if b"\\u" in line:
             json.dumps(value, ensure_ascii=False).encode()
     except DataError:

@@ -43,12 +43,12 @@ class Collection:
 
 
 def holds_cells(path: Path) -> bool:
-    """Whether a folder is a matrix folder or one of ``results/``."""
+    """Whether a folder is a matrix folder, one of ``results/``, or one with runs in it."""
     return (path / MATRIX_NAME).exists() or (path.is_dir() and any(path.glob(f"*/{SUMMARY_FILE}")))
 
 
 def read_cells(paths: Sequence[Path]) -> Collection:
-    """Cells of matrix folders and of ``results/`` folders, and runs.
+    """Cells of matrix folders and of ``results/`` folders, and runs, those in a folder of runs too.
 
     Raises:
         RunFolderError: a folder holds neither, or two of them hold one run, which would count twice.
@@ -58,6 +58,7 @@ def read_cells(paths: Sequence[Path]) -> Collection:
     places: list[Path] = []
     for path in paths:
         if not holds_cells(path):
+            _refuse_outer(path)
             cells.append(load_summary(path))
             places.append(path)
             continue
@@ -66,11 +67,29 @@ def read_cells(paths: Sequence[Path]) -> Collection:
             plans[str(known["matrix"])] = {key: known[key] for key in PLAN_KEYS if key in known}
         labels = {arm["name"]: arm.get("label") for arm in (known.get("plan") or {}).get("arms", ())}
         names = list(known["cells"]) or [folder.name for folder in sorted(path.iterdir()) if folder.is_dir()]
-        found = [cell for name in names if (cell := _cell(path / name, known["cells"].get(name), labels)) is not None]
-        places += [path] * len(found)
-        cells += [cell | {"matrix": known["matrix"]} if "matrix" in known else cell for cell in found]
+        for name in names:
+            cell = _cell(path / name, known["cells"].get(name), labels)
+            if cell is not None:
+                cells.append(cell | {"matrix": known["matrix"]} if "matrix" in known else cell)
+                places.append(path / name)
     _refuse_twice(cells, places)
     return Collection(cells=tuple(_told_apart(cells, places)), plans=plans)
+
+
+def _refuse_outer(path: Path) -> None:
+    """A folder of matrices is neither a matrix nor a run: say which ones it holds.
+
+    Raises:
+        RunFolderError: it is one.
+    """
+    inner = sorted(folder for folder in path.iterdir() if holds_cells(folder)) if path.is_dir() else []
+    if inner and not RunDir(path).holds_a_run():
+        raise RunFolderError(
+            "the folder holds matrices, and no cells of its own",
+            got=path,
+            expected="runs, or folders of matrices",
+            remedy=f"Give one of those in it, such as {inner[0]}",
+        )
 
 
 def _told_apart(cells: Sequence[dict[str, Any]], places: Sequence[Path]) -> list[dict[str, Any]]:

@@ -106,6 +106,11 @@ def memory_text(
                 markup=False,
             )
         console.print(_limits_table(memory.limits(config, spec, budget, device_type=device_type)))
+    elif device_type == "cpu":
+        console.print(
+            "budget: none, as this is a plan for the CPU; qerl plan --gpu 24GB plans for a GPU of that size",
+            markup=False,
+        )
     options = memory.options(config, spec, budget, device_type=device_type, asked=asked)
     console.print(_options_table(options, ledger.peak))
     return out.getvalue()
@@ -138,10 +143,9 @@ def _cache_line(config: Config, spec: ModelSpec, device_type: str) -> str:
     size, wanted = kv_bytes(config, spec, device_type), wanted_kv_bytes(config, spec, device_type)
     line = f"keys and values: {bytes_text(size)}"
     if _is_cut(config, spec, device_type):
-        one = wanted_kv_bytes(config, spec, device_type, sequences=2) - wanted_kv_bytes(
-            config, spec, device_type, sequences=1
-        )
-        line += f" of {bytes_text(wanted)}: about {size // one} of {config.decode_slots} sequences at their longest; others wait"
+        alone = wanted_kv_bytes(config, spec, device_type, sequences=1)
+        one = wanted_kv_bytes(config, spec, device_type, sequences=2) - alone
+        line += f" of {bytes_text(wanted)}: about {max(1, 1 + (size - alone) // one)} of {config.decode_slots} sequences at their longest; others wait"
     if device_type == "cuda":
         line += "; kept while training" if config.rollout.keep_cache != "off" else "; given back for training"
     return line

@@ -74,6 +74,12 @@ def export(
     from qerl.model.spec import ModelSpec, read_json_object
     from qerl.train.export import export_adapter
 
+    if not (Path(source) / ADAPTER_CONFIG).exists():
+        raise ConfigError(
+            "there is no run and no adapter here",
+            got=source,
+            expected=f"the folder of a run, such as runs/demo, or a folder with {ADAPTER_CONFIG}",
+        )
     if not merge:
         print_facts({"adapter": export_adapter(source, out, base_name=base_name)})
         return

@@ -68,6 +68,15 @@ def meant_as_setting(option: str) -> list[str]:
     return [ALIASES[name]] if name in ALIASES else [key for key in known if key.rpartition(".")[2] == name]
 
 
+def meant_as_argument(option: str) -> ConfigError | None:
+    """What to say of an option that no verb has and that is written without dashes here: a setting, or the configuration file."""
+    if option in ("--config", "--config-file", "--config_file"):
+        return ConfigError("the configuration file has no option before it", got=option, remedy="Write its path alone")
+    keys = meant_as_setting(option)
+    remedy = "Write " + " or ".join(f"{key}=VALUE" for key in keys)
+    return ConfigError("settings have no dashes", got=option, remedy=remedy) if keys else None
+
+
 def as_settings(flags: dict[str, Any]) -> list[str]:
     """Flags that were given, as ``key=value`` settings."""
     return [f"{key}={value}" for key, value in flags.items() if value is not None]

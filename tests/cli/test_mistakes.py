@@ -160,6 +160,13 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path, verb):
         assert "cannot be written" in refused(verb, "demo", "--out", out)
 
 
+@pytest.mark.parametrize("options", [(), ("--merge",)])
+def test_export_of_what_is_no_run_and_no_adapter_says_what_it_takes(tmp_path, options):
+    for source in (tmp_path, tmp_path / "nothing", "demo"):
+        text = refused("export", source, "--out", tmp_path / "out", *options)
+        assert f"there is no run and no adapter here; got {source}" in text and "the folder of a run, such as" in text
+
+
 def test_a_folder_for_samples_is_checked_before_any_work(tmp_path, rows, monkeypatch):
     monkeypatch.setattr("qerl.train.standalone.open_target", lambda *_: pytest.fail("work began"))
     out = tmp_path / "samples"

@@ -82,7 +82,9 @@ def test_training_on_held_out_data_warns(name):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ('{"question": "x"', r"bad\.jsonl:3: the line is not JSON"),
+        ('{"question": "x"', r"bad\.jsonl:3: the line is not JSON \(Expecting ',' delimiter at column 17\)"),
+        ('{"question": "x"\n', r"bad\.jsonl:3: the line is not JSON \(Expecting ',' delimiter at column 17\)"),
+        ('{"question" "x"}', r"bad\.jsonl:3: the line is not JSON \(Expecting ':' delimiter at column 13\)"),
         ("[1, 2]", r"bad\.jsonl:3: the line is not a JSON object"),
         (5000 * "[", r"bad\.jsonl:3: the line cannot be read"),
         ('{"answer": ' + 5000 * "9" + "}", r"bad\.jsonl:3: the line cannot be read"),

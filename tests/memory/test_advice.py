@@ -225,7 +225,9 @@ def test_the_command_exits_with_one_where_the_plan_does_not_fit(model):
     refused = run("--gpu", "24GB")
     assert refused.exit_code == 1 and "DOES NOT FIT" in refused.output
     assert run("--gpu", "small").exit_code == 2
-    assert run().exit_code == 0, "no bound on the CPU"
+    unbounded = run()
+    assert unbounded.exit_code == 0 and "budget: none, as this is a plan for the CPU" in unbounded.output
+    assert "plan for the CPU" not in run("--gpu", "48GB").output
 
 
 def test_training_refuses_the_plan_with_the_same_text(model):
@@ -356,6 +358,15 @@ def test_a_plan_without_room_to_spare_says_who_took_it(tmp_path, gigabytes, said
     text, fitting = plan(configured(*settings), gpu=f"{gigabytes}GB", width=200)
     assert fitting and ("Keys and values were given what is left" in text) == said
     assert bool(re.search(r"fits, \d+ B to spare", text)) == said, "less than a kilobyte: the setting has six digits"
+
+
+def test_sequences_that_have_room_are_as_many_in_both_places(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(qwen_config("7b")))
+    settings = ("rollout.max_new_tokens=1024", "train.token_budget=16384", f"model.path={tmp_path}")
+    text, _ = plan(configured(*settings), gpu="24GB", width=200)
+    (room,) = re.findall(r"about (\d+) of 256 sequences", text)
+    (most,) = re.findall(r"rollout.max_num_seqs +│ 256 +│ (\d+)", text)
+    assert room == most
 
 
 LEAST_KV = 36 * 64 * 57344

@@ -13,6 +13,7 @@ from page_parser import Page
 from typer.testing import CliRunner
 
 from qerl.cli import app
+from qerl.errors import RunFolderError
 from qerl.experiments.compare import compare_cells
 from qerl.experiments.folders import Collection, read_cells
 from qerl.experiments.pairs import spread
@@ -234,6 +235,20 @@ def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path):
     (found,) = compare_cells(read_cells([tmp_path / "try0" / "demo", tmp_path / "try1" / "demo", other.path]))
     assert [[row.name for row in arm.seeds] for arm in found.arms] == [["try0/demo", "other"], ["try1/demo"]]
     assert [arm.label for arm in found.arms] == ["try0/demo", "try1/demo"]
+
+
+def test_a_folder_of_runs_stands_for_each_of_them(tmp_path):
+    for name in ("one", "two", "three"):
+        write_fake_run(tmp_path / "runs" / name, steps=4)
+    (found,) = compare_cells(read_cells([tmp_path / "runs"]))
+    assert sorted(row.name for arm in found.arms for row in arm.seeds) == ["one", "three", "two"]
+    with pytest.raises(RunFolderError, match=r"would count twice; got .*/runs/one in "):
+        read_cells([tmp_path / "runs", tmp_path / "runs" / "one"])
+
+
+def test_a_folder_of_matrices_names_one_to_give(results):
+    with pytest.raises(RunFolderError, match=f"holds matrices, and no cells of its own.*Give one .* such as {results}"):
+        read_cells([results.parent])
 
 
 def test_a_run_that_is_given_twice_is_refused(tmp_path, results):
