@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
+from qerl.errors import ConfigError
 from qerl.experiments.summary import stored_summary
 from qerl.metrics.run_dir import RunDir
 
 if TYPE_CHECKING:
     from qerl.experiments.cells import Cell
     from qerl.experiments.plan import Plan
+
+NO_TRIAL = "none of its trials finished"
+"""Error of the final runs of an arm that could not choose."""
 
 
 def is_cut(plan: Plan, cell: Cell) -> bool:
@@ -69,6 +74,54 @@ def choose(plan: Plan) -> dict[str, dict[str, Any]]:
             axes[cell.group] = cell.axes
         found[arm.name] = best_recipe(scores, axes)
     return found
+
+
+def fresh_choices(plan: Plan, known: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Arm -> its choice, for those that have none among ``known``, or that could choose nothing and can now, for trials were run again."""
+    return {
+        arm: choice
+        for arm, choice in choose(plan).items()
+        if arm not in known or (known[arm]["axes"] is None and choice["axes"] is not None)
+    }
+
+
+def record_choices(plan: Plan, fresh: Mapping[str, dict[str, Any]]) -> list[str]:
+    """Write choices into the manifest; a line of each. The final runs of an arm that has none fail, and wait when it has one."""
+    with plan.manifest.change() as value:
+        value["choices"] |= fresh
+    for arm, choice in fresh.items():
+        own = [cell for cell in plan.cells if cell.arm.name == arm]
+        collapsed = all(plan.manifest.cell(cell.name).get("collapse") for cell in own if cell.phase == "tune")
+        for cell in [cell for cell in own if cell.phase == "final"]:
+            if choice["axes"] is None:
+                plan.manifest.set_state(cell.name, "failed", error=NO_TRIAL, collapse=collapsed or None)
+            elif plan.manifest.cell(cell.name).get("error") == NO_TRIAL:
+                plan.manifest.set_state(cell.name, "waiting", error=None, collapse=None)
+    return [
+        f"{arm}: chose {choice['axes']} among {choice['trials']} trials ({choice['failed']} failed)"
+        for arm, choice in fresh.items()
+    ]
+
+
+def check_choices(plan: Plan, known: Mapping[str, Mapping[str, Any]]) -> None:
+    """Refuse a matrix whose arms would now try something else than what they have chosen among.
+
+    Args:
+        plan: the matrix.
+        known: arm -> its choice.
+
+    Raises:
+        ConfigError: trials have been added or taken away.
+    """
+    for arm, choice in known.items():
+        groups = [cell.group for cell in plan.cells if cell.arm.name == arm and cell.phase == "tune"]
+        if groups and (len(groups) != choice["trials"] or not set(choice.get("scores", ())) <= set(groups)):
+            raise ConfigError(
+                f"arm {arm} has chosen its settings among other trials",
+                got=f"{len(groups)} trials: {', '.join(dict.fromkeys(groups))}",
+                expected=f"the {choice['trials']} trials of which it chose {choice['axes']}",
+                remedy="Choose another --out for the changed matrix",
+            )
 
 
 def _accuracy_after(run: RunDir) -> float | None:

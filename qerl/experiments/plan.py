@@ -16,7 +16,7 @@ from qerl.config.objective import ObjectiveConfig
 from qerl.config.schema import Config, LogConfig, LoraConfig, OptimConfig, QuantConfig, RunConfig, TrainConfig
 from qerl.errors import ConfigError, QerlError, RunFolderError
 from qerl.experiments.cells import Cell, expand, load_matrix
-from qerl.experiments.choice import is_taken_up
+from qerl.experiments.choice import check_choices, is_taken_up
 from qerl.experiments.kept import check_kept
 from qerl.experiments.manifest import UNBEGUN, Manifest
 from qerl.experiments.matched import outdated
@@ -117,6 +117,7 @@ def open_plan(
     plan = Plan(path=path, settings=tuple(settings), matrix=matrix, out=folder, cells=checked, manifest=manifest)
     _check_begun(plan, wanted)
     check_kept(plan, wanted)
+    check_choices(plan, known["choices"])
     _check_finals(plan, known)
     return plan
 

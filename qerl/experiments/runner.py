@@ -12,7 +12,7 @@ from typing import Any
 from qerl.errors import ConfigError, RunStopped, nearest
 from qerl.experiments.beside import check_shares
 from qerl.experiments.cells import Cell
-from qerl.experiments.choice import choose, is_cut, is_taken_up, waits_for_trials
+from qerl.experiments.choice import fresh_choices, is_cut, is_taken_up, record_choices, waits_for_trials
 from qerl.experiments.final import missing
 from qerl.experiments.matched import fingerprint, reference_of
 from qerl.experiments.one_cell import FAILURES, lock, refuse_strangers, run_cell, settle_folder
@@ -377,22 +377,12 @@ def _settle_choices(plan: Plan, orders: Orders, deadline: Deadline, say: Say) ->
     if orders.own_process:
         return plan
     known = plan.manifest.read()["choices"]
-    fresh = {arm: choice for arm, choice in choose(plan).items() if arm not in known}
+    fresh = fresh_choices(plan, known)
     news = any(waits_for_trials(plan, cell) and known.get(cell.arm.name, {}).get("axes") for cell in plan.cells)
     if not fresh:
         return open_plan(plan.path, plan.settings, plan.out, data=False) if news else plan
-    with plan.manifest.change() as value:
-        value["choices"] |= fresh
-    for arm, choice in fresh.items():
-        if choice["axes"] is None:
-            own = [cell for cell in plan.cells if cell.arm.name == arm]
-            collapse = (
-                all(plan.manifest.cell(cell.name).get("collapse") for cell in own if cell.phase == "tune") or None
-            )
-            for cell in own:
-                if cell.phase == "final":
-                    plan.manifest.set_state(cell.name, "failed", error="none of its trials finished", collapse=collapse)
-        say(f"{arm}: chose {choice['axes']} among {choice['trials']} trials ({choice['failed']} failed)")
+    for text in record_choices(plan, fresh):
+        say(text)
     plan = open_plan(plan.path, plan.settings, plan.out, data=False)
     # Beside running cells it is searched for when its turn comes.
     return _find_temperatures(plan, orders, deadline, say) if orders.one_process else plan

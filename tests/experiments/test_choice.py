@@ -1,6 +1,7 @@
 """Which recipe is trained anew, and which trials count."""
 
 import signal
+from functools import partial
 
 import pytest
 from matrix_builders import ARMS, write_matrix
@@ -39,14 +40,14 @@ def test_nothing_is_chosen_when_all_failed():
     assert found["axes"] is None and found["score"] is None and found["failed"] == 2
 
 
+CHANGES = {"arms": [ARMS[0]], "axes": {"optim.lr": [0.1, 0.2]}, "tuning": {"seeds": [7]}}
 TRIALS = ("plain-lr0.1-tune-s7", "plain-lr0.2-tune-s7")
 
 
 @pytest.fixture
 def trials(tmp_path):
     """Two recipes of one arm, the first of them with a result."""
-    changes = {"arms": [ARMS[0]], "axes": {"optim.lr": [0.1, 0.2]}, "tuning": {"seeds": [7]}}
-    plan = open_plan(write_matrix(tmp_path, protocol="best_recipe", **changes), [], tmp_path / "out")
+    plan = open_plan(write_matrix(tmp_path, protocol="best_recipe", **CHANGES), [], tmp_path / "out")
     record_plan(plan)
 
     def finished(name, accuracy):
@@ -120,3 +121,40 @@ def test_a_collapsed_trial_counts_against_its_recipe(trials):
     plan.manifest.set_state(TRIALS[1], "failed", error="TrainingError: not finite", collapse=True)
     assert not any(runner._is_due(plan, cell, Orders()) for cell in plan.cells)
     assert choose(plan)["plain"]["failed"] == 1 and choose(plan)["plain"]["axes"] == {"optim.lr": 0.1}
+
+
+def test_an_arm_that_could_not_choose_chooses_when_its_trials_were_run_again(trials):
+    plan, finished = trials
+    for name in TRIALS:
+        plan.manifest.set_state(name, "failed", error="a signal", given_up=True)
+    settle = partial(runner._settle_choices, plan, Orders(), Deadline(None), lambda text: None)
+    plan = settle()
+    final = plan.manifest.cell("plain-final-s0")
+    assert final["state"] == "failed" and final["error"] == "none of its trials finished"
+    settle()
+    assert plan.manifest.cell("plain-final-s0") == final, "nothing has changed"
+    finished(TRIALS[1], 0.4)
+    plan = settle()
+    assert plan.manifest.read()["choices"]["plain"]["axes"] == {"optim.lr": 0.2}
+    assert plan.manifest.cell("plain-final-s0")["state"] == "waiting"
+    assert [(cell.pending, cell.axes) for cell in plan.cells if cell.phase == "final"] == [(False, {"optim.lr": 0.2})]
+    # A choice that is made stays, whatever other trials that are run again give.
+    plan.manifest.set_state(TRIALS[0], "finished")
+    RunDir(plan.out / TRIALS[0]).write_json(
+        "summary.json", {"status": "finished", "evaluation": {"after": {"accuracy": 0.9}}}
+    )
+    assert settle().manifest.read()["choices"]["plain"]["axes"] == {"optim.lr": 0.2}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"axes": {"optim.lr": [0.1]}}, {"axes": {"optim.lr": [0.2, 0.3]}}, {"tuning": {"seeds": [7, 8]}}],
+)
+def test_trials_that_change_after_the_choice_are_refused(trials, changes):
+    """Else an arm would keep a setting that its axes lack, or be said to have chosen among trials that nobody looked at."""
+    plan, finished = trials
+    finished(TRIALS[1], 0.4)
+    plan = runner._settle_choices(plan, Orders(), Deadline(None), lambda text: None)
+    path = write_matrix(plan.path.parent, protocol="best_recipe", **(CHANGES | changes))
+    with pytest.raises(ConfigError, match="arm plain has chosen its settings among other trials"):
+        open_plan(path, [], plan.out)
