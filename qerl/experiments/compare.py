@@ -138,7 +138,10 @@ def _arm(key: str, cells: Sequence[Cell], target: Mapping[str, Any], below: floa
         device_seconds=math.fsum(seconds) / len(seconds) if seconds else None,
         peak_bytes=max(peaks, default=None),
         target=_targets(seeds) if target else {},
-        mixed=spread((_over_steps(cell, "groups/mixed", fmean) for cell in cells), share=True),
+        # The share falls while a model learns: that of a run that was cut short is not the arm's.
+        mixed=spread(
+            (_over_steps(cell, "groups/mixed", fmean) for cell in cells if cell["state"] in WHOLE), share=True
+        ),
         ends=_ends(cells),
         step_seconds=spread(_over_steps(cell, "time/step", median) for cell in cells),
         on_front=False,

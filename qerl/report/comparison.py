@@ -77,7 +77,7 @@ class ArmRow:
     """Largest of all runs."""
     target: dict[str, TargetRow]
     mixed: Spread | None
-    """Share of mixed groups, mean over each run's steps."""
+    """Share of mixed groups, mean over the steps of each run that made all of them."""
     ends: dict[str, tuple[Spread, Spread]]
     """Metric -> its mean over the first and over the last tenth of each run's steps (at least one), of runs that made them all."""
     step_seconds: Spread | None

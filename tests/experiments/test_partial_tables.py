@@ -188,6 +188,7 @@ def test_signal_is_told_of_the_first_and_the_last_tenth_of_the_steps():
     at = next(index for index, line in enumerate(lines) if line.startswith("| First → last"))
     row = dict(zip(cells_of(lines[at]), cells_of(lines[at + 2]), strict=True))
     assert row["Mixed groups"] == "50.0 → 80.0 %" and row["Entropy on the probe set"] == "0.450 → 0.350"
+    assert row["Mixed groups, all steps"] == "61.0 %", "of the run that made all its steps, as the tenths are"
     assert lines[at + 3] == "", "an arm without curves has no line"
 
 
