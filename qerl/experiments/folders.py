@@ -150,12 +150,22 @@ def export_summaries(collection: Collection, results: Path) -> list[Path]:
     """Write ``results/<matrix>/<cell>/summary.json`` for every cell of a matrix, and ``results/<matrix>/matrix.json``.
 
     Raises:
-        RunFolderError: a cell belongs to no matrix.
+        RunFolderError: a cell belongs to no matrix, or a run is where its summary would be written; nothing is changed.
     """
     written = []
     for cell in collection.cells:
         if cell.get("matrix") is None:
             raise RunFolderError("the run belongs to no matrix", got=cell["run"], remedy="Give a matrix folder")
+        run = RunDir(results / cell["matrix"] / cell["run"])
+        if run.holds_a_run() or run.cell_path.exists():
+            # Its own summary.json says how far it came.
+            raise RunFolderError(
+                "the summaries would be written into the runs themselves",
+                got=run.path,
+                expected="a folder of summaries, or none",
+                remedy="Give --write another folder",
+            )
+    for cell in collection.cells:
         path = results / cell["matrix"] / cell["run"] / SUMMARY_FILE
         with whole_file(path) as temporary:
             temporary.write_text(_compact(cell), encoding="utf-8")

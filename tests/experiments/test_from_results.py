@@ -142,6 +142,20 @@ def test_a_summary_in_another_cells_folder_is_refused(copy):
         open_plan(path, [], out)
 
 
+def test_summaries_are_not_written_over_those_of_runs(copy):
+    """Of a matrix that went on in ``results/`` itself: the run's own summary would be gone, and its cell be run again."""
+    path, out, _ = copy
+    results = out.rename(out.with_name("small")).parent
+    out = results / "small"
+    export_summaries(read_cells([out]), results)
+    plan = run_matrix(path, [], out, Orders(one_process=True, only=("plain-s1",)), quiet)
+    before = {file: file.read_bytes() for file in out.rglob("*.json")}
+    with pytest.raises(RunFolderError, match="into the runs themselves.*plain-s1"):
+        export_summaries(read_cells([out]), results)
+    assert {file: file.read_bytes() for file in out.rglob("*.json")} == before
+    assert states(plan)["plain-s1"] == "finished" and one_cell.has_all_steps(RunDir(out / "plain-s1"))
+
+
 def test_an_evaluation_that_a_summary_lacks_is_told(copy):
     path, out, _ = copy
     more = path.with_name("more.yaml")
