@@ -150,7 +150,7 @@ def test_summaries_are_not_written_over_those_of_runs(copy):
     export_summaries(read_cells([out]), results)
     plan = run_matrix(path, [], out, Orders(one_process=True, only=("plain-s1",)), quiet)
     before = {file: file.read_bytes() for file in out.rglob("*.json")}
-    with pytest.raises(RunFolderError, match="into the runs themselves.*plain-s1"):
+    with pytest.raises(RunFolderError, match=r"into the runs themselves.*plain-s1"):
         export_summaries(read_cells([out]), results)
     assert {file: file.read_bytes() for file in out.rglob("*.json")} == before
     assert states(plan)["plain-s1"] == "finished" and one_cell.has_all_steps(RunDir(out / "plain-s1"))
