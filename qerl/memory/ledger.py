@@ -47,8 +47,6 @@ CUBLAS_WORKSPACE, CUBLAS_USERS = 1 << 25, 3
 BATCH_BYTES, BATCH_ANSWER_BYTES = 48, 32
 """Of a token in a packed batch: id, position, sample, its key's place and the keys of shared prompts, int64; more for one of an
 answer: where it is predicted, target and sample, int64, two log-probs."""
-UNPACKED_INTO_SCRATCH = ("nvfp4", "mxfp4", "nf4", "nf4_dq")
-"""Formats that the kernels dequantize into shared scratch for products of many tokens (``kernels.fp4_linear.dense``)."""
 DECODE_ROWS = 64
 """Most rows for which the NVFP4 kernels read a packed weight as it is (``kernels.fp4_linear.decode``)."""
 LOGITS_HELD = 1
@@ -212,9 +210,7 @@ def _workspace(config: Config, spec: ModelSpec, stored: Sequence[StoredGroup]) -
     """The scratch is bfloat16, and as large as the largest weight it serves with its adapters beside it, or a stretch of a packed head. A captured
     step that needs it has one of its own."""
     rank = config.lora.rank if config.train.mode == "lora" else 0
-    served = [
-        rows * (columns + rank * len(parts)) for name, (rows, columns), parts in stored if name in UNPACKED_INTO_SCRATCH
-    ]
+    served = shapes.scratch_elements(stored, rank)
     if config.quant.lm_head != "bf16":
         served.append(min(spec.vocab_size * spec.hidden_size, STRETCH_ELEMENTS))
     scratch = 2 * max(served, default=0)

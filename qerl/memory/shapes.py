@@ -84,6 +84,16 @@ def weight_bytes(stored: Iterable[StoredGroup], itemsize: int) -> int:
     return sum(get_format(name).nbytes(shape, rows, itemsize) for name, shape, rows in stored)
 
 
+def scratch_elements(stored: Iterable[StoredGroup], rank: int) -> list[int]:
+    """Numbers that each weight takes in the scratch of products of many tokens, its adapters of this rank beside it (``kernels.fp4_linear.dense``):
+    packed ones, and small unquantized ones that have adapters."""
+    return [
+        rows * (columns + rank * len(parts))
+        for name, (rows, columns), parts in stored
+        if name != "bf16" or (rank and rows * columns < SMALL_WEIGHT)
+    ]
+
+
 def dense_cache_elements(config: Config, spec: ModelSpec, stored: Iterable[StoredGroup], device_type: str) -> int:
     """Weights of which a dequantized copy is kept: on a GPU in bfloat16 small ones, of which the kernels make use."""
     if not uses_dense_cache(config, device_type):

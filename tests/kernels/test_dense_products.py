@@ -3,6 +3,7 @@ their own, runs of tokens. What dequantizes is the format's own arithmetic here,
 
 import ctypes
 from contextlib import suppress
+from dataclasses import replace
 from itertools import product
 from types import SimpleNamespace
 
@@ -121,7 +122,7 @@ def test_input_gradients_are_through_weight_and_adapters(emulated, monkeypatch, 
 @pytest.mark.parametrize(("name", "members"), [("q k v", None), ("q k v", (0, 2)), ("down", None), ("gate up", ())])
 @pytest.mark.parametrize("biased", [False, True])
 def test_an_unquantized_weight_is_multiplied_as_it_is(emulated, monkeypatch, name, members, biased):
-    """It is its own V: nothing is dequantized, no sum is divided, and no adapter stands beside it."""
+    """It is its own V: nothing is dequantized, no sum is divided; no adapter stands beside it where outputs are not bfloat16."""
     _, matrix_OI, x, bias, parts = made(name, members)
     lay(monkeypatch, "beside")
     segments = SHAPES[name][0]
@@ -139,6 +140,64 @@ def test_an_unquantized_weight_is_multiplied_as_it_is(emulated, monkeypatch, nam
     through = sum((h @ a for h, a in zip(grad_h, a_RI, strict=True)), y @ matrix_OI)
     torch.testing.assert_close(dense.input_gradient(y, weight, grad_h, a_RI), through)
     assert emulated == []
+
+
+def young(weight, matrix_OI, parts, biased):
+    """How much of what young adapters add is in bfloat16 outputs, on average: 1 for all of it. They add a fifth of an output's spacing at
+    most, all in one direction."""
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(400, matrix_OI.shape[1], generator=generator).bfloat16()
+    bias = torch.randn(len(matrix_OI), generator=generator).bfloat16() if biased else None
+    parts = [
+        replace(part, a_RI=part.a_RI.abs().bfloat16(), b_OR=1e-5 * part.b_OR.abs().bfloat16().float()) for part in parts
+    ]
+    parts = [replace(part, a_RI=parts[0].a_RI, b_OR=part.b_OR.bfloat16()) for part in parts]
+    placements, a_RI, b_OR = flatten(parts)
+    x = x.abs()
+    with_adapters, shrunk = dense.forward(x, weight, bias, placements, a_RI, b_OR)
+    without, _ = dense.forward(x, weight, bias, (), (), ())
+    added = torch.cat(
+        [
+            part.scale * columns_of(shrunk[0], place.ranks).double() @ part.b_OR.double().T
+            for part, place in zip(parts, placements, strict=True)
+        ],
+        dim=1,
+    )
+    exact = x.double() @ matrix_OI.double().T + (0 if bias is None else bias.double())
+    assert 0 < (added / exact.abs()).median() < 2.0**-9 / 2.5
+    return float((with_adapters.double() - without.double()).mean() / added.mean())
+
+
+@pytest.mark.parametrize("name", ["q k v", "gate up"])
+@pytest.mark.parametrize("plain", [False, True])
+@pytest.mark.parametrize("biased", [False, True])
+def test_young_adapters_are_not_rounded_away(emulated, monkeypatch, name, plain, biased):
+    """As where cuBLAS rounds a product before it adds it to an output in bfloat16, which would leave less than half of them."""
+
+    def rounding(y_TO, a_TK, b_KO, *, beta=1.0, alpha=1.0):
+        product_TO = alpha * (a_TK.float() @ b_KO.float())
+        y_TO.copy_(product_TO.to(y_TO.dtype).float() + (beta * y_TO.float() if beta else 0.0))
+
+    monkeypatch.setattr(dense, "add_product", rounding)
+    weight, exact_OI, _, _, parts = made(name)
+    if plain:
+        matrix_OI = exact_OI.bfloat16()
+        weight = dense.keep(
+            PackedWeight(
+                format="bf16", shape=tuple(matrix_OI.shape), tensors={"weight": matrix_OI}, segments=SHAPES[name][0]
+            )
+        )
+    monkeypatch.setattr(
+        dense, "workspace", lambda device: SimpleNamespace(
+            scratch=lambda rows, columns: torch.full((rows, columns), torch.nan, dtype=torch.bfloat16),
+            alphas=lambda weight: tuple((1.0 / weight.tensors["global_scale"].double()).tolist()),
+        )
+    )  # fmt: skip
+    assert 0.9 < young(weight, exact_OI, parts, biased) < 1.1
+    if not biased:
+        monkeypatch.setattr(dense, "adapters_as_columns", lambda *call: False)
+        monkeypatch.setattr(torch, "empty_like", lambda like, dtype: torch.empty(like.shape, dtype=like.dtype))
+        assert young(weight, exact_OI, parts, biased) < 0.6, "what this is a test of"
 
 
 def test_neighboring_parts_with_one_divisor_are_one_run_of_rows():

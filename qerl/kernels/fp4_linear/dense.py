@@ -1,12 +1,13 @@
 """The large regime and the backward pass: a tiled weight is dequantized into shared scratch, and cuBLAS multiplies.
 
-The scratch holds V (README.md, Where the rounding is), and G stands for the divisor of sums with it. cuBLAS multiplies its float32 sums by 1 / G. Adapters join in one of two ways, whichever moves
-fewer bytes. Narrow outputs hold c, bias and adapters, which cuBLAS adds before its one rounding. Outputs wider than the inputs would be
-read and written once more for that; there, the adapters are columns of the product beside the weight's, h beside x (and the other way
-round in the backward pass):
+The scratch holds V (README.md, Where the rounding is), and G stands for the divisor of sums with it. cuBLAS multiplies its float32 sums by 1 / G. Adapters are columns of the product
+beside the weight's, h beside x (and the other way round in the backward pass), or in the output before it:
 
-    y = round((x V^T) / G + c),                          c = round(bias + scale * B h),    h = round(A x)
     y = round(([x, h] [V, B']^T) / G + bias),            B' = round(scale * G * B), zeros in the columns of other parts
+    y = (x V^T) / G + c,                                 c = bias + scale * B h,           h = round(A x)
+
+Outputs in bfloat16 are made in the first way: a young adapter adds less than half of their spacing, which one rounding of the whole sum keeps on average
+and a rounding of x V^T before it is added would lose; what cuBLAS does with an output that it is to add to is its own choice. Float32 outputs are made in whichever way moves fewer bytes.
 
 cuBLAS is told to add partial sums in float32.
 """
@@ -78,23 +79,29 @@ def forward(
         return y_TO, shrunk
     values_OI, alphas = values(weight)
     with _Float32Sums():
-        if placements:
-            _start(y_TO, bias_O, placements, shrunk, b_OR)
-            for rows, alpha in alphas:
-                add_product(columns_of(y_TO, rows), x_TI, rows_of(values_OI, rows).T, alpha=alpha)
-        else:
+        if not placements:
             _multiply(y_TO, x_TI, values_OI, alphas, bias_O)
-    return y_TO, shrunk
+            return y_TO, shrunk
+        # Sizes that are not aligned leave no columns beside the weight's.
+        sums_TO = y_TO if y_TO.dtype != torch.bfloat16 else torch.empty_like(y_TO, dtype=torch.float32)
+        _start(sums_TO, bias_O, placements, shrunk, b_OR)
+        for rows, alpha in alphas:
+            add_product(columns_of(sums_TO, rows), x_TI, rows_of(values_OI, rows).T, alpha=alpha)
+    return sums_TO.to(dtype), shrunk
 
 
 def adapters_as_columns(
     tokens: int, weight: PackedWeight, a_RI: Sequence[Tensor], bias: bool, itemsize: int = 2
 ) -> bool:
-    """Whether copying x and multiplying by more columns is cheaper than reading and writing the output once more (twice with a bias)."""
+    """Whether adapters are columns of the product: of bfloat16 outputs wherever they can be, of others where copying x and multiplying by more
+    columns is cheaper than reading and writing the output once more (twice with a bias)."""
     (d_out, d_in), ranks = weight.shape, sum(a.shape[0] for a in a_RI)
-    aligned = d_in % 8 == 0 and ranks % 8 == 0
+    if ranks == 0 or ranks % 8 != 0 or d_in % 8 != 0:
+        return False
+    if itemsize == 2:
+        return weight.order == "tiles" or weight.format == "bf16"
     saved = (4 if bias else 2) * itemsize
-    return weight.order == "tiles" and aligned and _worth_more_terms(tokens, d_in, d_out, ranks, saved)
+    return weight.order == "tiles" and _worth_more_terms(tokens, d_in, d_out, ranks, saved)
 
 
 def _worth_more_terms(tokens: int, terms: int, outputs: int, ranks: int, saved: int) -> bool:
@@ -207,7 +214,7 @@ def values(
     """(V bfloat16 [d_out, d_in], output rows with the same 1 / G, each with it).
 
     V is kept, or in scratch that the next call overwrites. A tiled weight may be given more rows or columns, which are left as they are; it
-    is in scratch then.
+    is in scratch then, and so is an unquantized one.
     """
     space = workspace(weight.device)
     if weight.kept_OI is not None and rows is None and columns is None:
@@ -238,6 +245,9 @@ def row_alphas(weight: PackedWeight) -> tuple[float, ...]:
 def _unpacked(weight: PackedWeight, out_OI: Tensor) -> Tensor:
     if weight.order == "tiles":
         return dequantize_tiles(weight, out_OI)
+    if weight.format == "bf16":
+        out_OI[: weight.shape[0], : weight.shape[1]].copy_(weight.tensors["weight"])
+        return out_OI
     from qerl.kernels.fp4_linear.unpack import unpack  # needs Triton, which a CPU may lack
 
     return unpack(weight, out_OI)
