@@ -86,7 +86,7 @@ def memory_text(
     """
     ledger = memory.predict(config, spec, device_type=device_type)
     out = StringIO()
-    console = Console(file=out, width=width, highlight=False)
+    console = Console(file=out, width=width, highlight=False, emoji=False)
     console.print(_ledger_table(ledger, device_type))
     console.print(_cache_line(config, spec, device_type), markup=False)
     console.print(

@@ -56,7 +56,7 @@ def describe(config: Config, *, width: int = 100) -> str:
         read_probe(config.diagnostics.probe, tokenizer, spec)
     data, found = _data(config, tokenizer, spec)
     out = StringIO()
-    console = Console(file=out, width=width, highlight=False)
+    console = Console(file=out, width=width, highlight=False, emoji=False)
     console.print("settings, as they would be written to the run folder:", markup=False)
     console.print(dump_config(config), markup=False)
     console.print(_work_table(config, spec, data))

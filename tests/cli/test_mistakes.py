@@ -160,6 +160,16 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path, verb):
         assert "cannot be written" in refused(verb, "demo", "--out", out)
 
 
+def test_places_in_data_are_shown_as_they_are(tmp_path):
+    """To rich, ``:100:`` and ``:train:`` are names of pictures."""
+    data = tmp_path / "data.jsonl"
+    data.write_text(99 * '{"question": "1+1", "answer": "2"}\n' + '{"question": "1+1"}\n')
+    assert f"{data}:100: the row has no field 'answer'" in refused("eval", "demo", "--data", data)
+    assert "arithmetic:train:1: the row has no field" in refused(
+        "train", "model.path=demo", "data.train=arithmetic", "data.answer_key=x", f"run.dir={tmp_path}"
+    )
+
+
 @pytest.mark.parametrize("options", [(), ("--merge",)])
 def test_export_of_what_is_no_run_and_no_adapter_says_what_it_takes(tmp_path, options):
     for source in (tmp_path, tmp_path / "nothing", "demo"):
