@@ -318,7 +318,7 @@ def plan_lines(plan: Plan) -> list[str]:
     width = max(len(cell.name) for cell in plan.cells)
     for cell in plan.cells:
         state = "INVALID" if cell.problem is not None else plan.state(cell)
-        notes = [note for note in (_open(cell), cell.problem, _failure(plan, cell)) if note]
+        notes = [note for note in (_open(cell), cell.problem, _failure(plan, cell), _lost(plan, cell)) if note]
         lines.append(f"  {cell.name:<{width}}  {state}" + (f": {'; '.join(notes)}" if notes else ""))
     return lines
 
@@ -330,6 +330,12 @@ def _failure(plan: Plan, cell: Cell) -> str | None:
     error = plan.manifest.cell(cell.name).get("error")
     again = "the same command" if is_taken_up(plan, cell) else "--retry"
     return f"{brief(error) if error else 'for a reason that is not known'}; {again} runs it again"
+
+
+def _lost(plan: Plan, cell: Cell) -> str | None:
+    """That a cell which is done has left nothing here."""
+    gone = plan.state(cell) in ("trained", "finished") and not plan.run(cell).path.exists()
+    return "its folder is not here, so it is run again" if gone else None
 
 
 def _budget(matrix: MatrixConfig) -> str:

@@ -97,7 +97,7 @@ class RunDir:
             remedy: what to do about a folder that holds one; None says what helps when training.
 
         Raises:
-            RunFolderError: the folder already holds a run, or the path is a file.
+            RunFolderError: the folder already holds a run, or the summary of one, or the path is a file.
         """
         if any(parent.is_file() for parent in (self.path, *self.path.parents)):
             raise RunFolderError(
@@ -119,6 +119,13 @@ class RunDir:
                 got=self.path,
                 expected="a folder without one",
                 remedy=remedy or self._remedy(),
+            )
+        if self.summary_path.exists():
+            raise RunFolderError(
+                "the run folder holds the summary of a run, which a new one would replace",
+                got=self.summary_path,
+                expected="a folder without one",
+                remedy="Choose another run.name or run.dir",
             )
 
     def _remedy(self) -> str:

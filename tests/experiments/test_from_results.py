@@ -142,6 +142,22 @@ def test_a_summary_in_another_cells_folder_is_refused(copy):
         open_plan(path, [], out)
 
 
+def test_a_plan_says_which_results_were_not_copied(copy):
+    path, out, _ = copy
+    assert not any("not here" in line for line in plan_lines(open_plan(path, [], out)))
+    shutil.rmtree(out / "plain-s0")
+    lines = [
+        line for line in plan_lines(open_plan(path, [], out)) if "its folder is not here, so it is run again" in line
+    ]
+    assert [line.split()[0] for line in lines] == ["plain-s0"]
+
+
+def test_a_run_of_its_own_takes_no_results_place(copy):
+    _, out, _ = copy
+    with pytest.raises(RunFolderError, match="holds the summary of a run"):
+        RunDir(out / "plain-s0").refuse_a_run()
+
+
 def test_summaries_are_not_written_over_those_of_runs(copy):
     """Of a matrix that went on in ``results/`` itself: the run's own summary would be gone, and its cell be run again."""
     path, out, _ = copy
