@@ -29,7 +29,7 @@ def report(
         list[str],
         typer.Argument(
             metavar="RUN… | [CONFIG.yaml] [key=value …]",
-            help="Run folders, finished or not, a matrix folder or one of results/; or what a run was started with.",
+            help="Run folders, finished or not, a folder of them, a matrix folder or one of results/; or what a run was started with.",
         ),
     ],
     out: Annotated[
