@@ -273,6 +273,31 @@ def test_rounding_of_keys_and_values_is_compared_by_format(tmp_path):
     assert 0 < kl["bfloat16"] < kl["fp8_values"] < kl["fp8"]
 
 
+def test_small_adapters_are_lost_where_a_product_is_rounded_before_they_are_added(tmp_path):
+    out = tmp_path / "young_adapters.json"
+    command = [sys.executable, "-m", "qerl", "bench", "young_adapters", "--out", str(out)]
+    result = subprocess.run(
+        [*command, "demo", "--sizes", "1e-5", "1e-3", "1"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    small, middle, large = json.loads(out.read_text())["rows"]
+    assert all(abs(row[f"share_{way}"] - 1) < 0.1 for row in (small, large) for way in ("sum", "apart"))
+    assert small["share_rounded"] < 0.2 and large["share_rounded"] > 0.9
+    assert middle["effect_sum"] > 0 and 0 < small["between_mean_abs_dp"] < small["between_mean_abs_dlogp"]
+    result = subprocess.run(
+        [*command, "--products", "--device", "cpu", "--rows", "20"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    rows = json.loads(out.read_text())["rows"]
+    assert [(row["rows"], row["outputs"]) for row in rows][:2] == [(20, 960), (20, 3072)]
+    # A CPU's products round once, or the sum before what is added.
+    assert all(min(abs(row["share"]), abs(row["share"] - 1)) < 0.15 for row in rows)
+
+
 def test_a_benchmark_that_does_not_exist_is_refused_with_the_nearest_name():
     result = CliRunner().invoke(app, ["bench", "stepp"])
     assert result.exit_code == 2
