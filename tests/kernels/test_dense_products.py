@@ -3,12 +3,12 @@ their own, runs of tokens. What dequantizes is the format's own arithmetic here,
 
 import ctypes
 from contextlib import suppress
-from dataclasses import replace
 from itertools import product
 from types import SimpleNamespace
 
 import pytest
 import torch
+from young import positive, share_kept
 
 from qerl.formats import PackedWeight, get_format
 from qerl.kernels.cuda import driver
@@ -142,32 +142,6 @@ def test_an_unquantized_weight_is_multiplied_as_it_is(emulated, monkeypatch, nam
     assert emulated == []
 
 
-def young(weight, matrix_OI, parts, biased):
-    """How much of what young adapters add is in bfloat16 outputs, on average: 1 for all of it. They add a fifth of an output's spacing at
-    most, all in one direction."""
-    generator = torch.Generator().manual_seed(5)
-    x = torch.randn(400, matrix_OI.shape[1], generator=generator).bfloat16()
-    bias = torch.randn(len(matrix_OI), generator=generator).bfloat16() if biased else None
-    parts = [
-        replace(part, a_RI=part.a_RI.abs().bfloat16(), b_OR=1e-5 * part.b_OR.abs().bfloat16().float()) for part in parts
-    ]
-    parts = [replace(part, a_RI=parts[0].a_RI, b_OR=part.b_OR.bfloat16()) for part in parts]
-    placements, a_RI, b_OR = flatten(parts)
-    x = x.abs()
-    with_adapters, shrunk = dense.forward(x, weight, bias, placements, a_RI, b_OR)
-    without, _ = dense.forward(x, weight, bias, (), (), ())
-    added = torch.cat(
-        [
-            part.scale * columns_of(shrunk[0], place.ranks).double() @ part.b_OR.double().T
-            for part, place in zip(parts, placements, strict=True)
-        ],
-        dim=1,
-    )
-    exact = x.double() @ matrix_OI.double().T + (0 if bias is None else bias.double())
-    assert 0 < (added / exact.abs()).median() < 2.0**-9 / 2.5
-    return float((with_adapters.double() - without.double()).mean() / added.mean())
-
-
 @pytest.mark.parametrize("name", ["q k v", "gate up"])
 @pytest.mark.parametrize("plain", [False, True])
 @pytest.mark.parametrize("biased", [False, True])
@@ -179,25 +153,30 @@ def test_young_adapters_are_not_rounded_away(emulated, monkeypatch, name, plain,
         y_TO.copy_(product_TO.to(y_TO.dtype).float() + (beta * y_TO.float() if beta else 0.0))
 
     monkeypatch.setattr(dense, "add_product", rounding)
-    weight, exact_OI, _, _, parts = made(name)
+    segments, d_in = SHAPES[name]
+    matrix_OI, fmt = positive(sum(segments), d_in, "cpu"), get_format("nvfp4")
     if plain:
-        matrix_OI = exact_OI.bfloat16()
-        weight = dense.keep(
-            PackedWeight(
-                format="bf16", shape=tuple(matrix_OI.shape), tensors={"weight": matrix_OI}, segments=SHAPES[name][0]
-            )
-        )
+        weight = dense.keep(get_format("bf16").quantize(matrix_OI, segments=segments))
+    else:
+        sized = torch.cat([size * part for size, part in zip((1, 3, 2), matrix_OI.split(segments), strict=False)])
+        natural = fmt.quantize(sized, segments=segments)
+        weight, matrix_OI = fmt.tiled(natural), fmt.dequantize(natural, torch.float64)
     monkeypatch.setattr(
         dense, "workspace", lambda device: SimpleNamespace(
             scratch=lambda rows, columns: torch.full((rows, columns), torch.nan, dtype=torch.bfloat16),
             alphas=lambda weight: tuple((1.0 / weight.tensors["global_scale"].double()).tolist()),
         )
     )  # fmt: skip
-    assert 0.9 < young(weight, exact_OI, parts, biased) < 1.1
+
+    def multiplied(x, bias, parts):
+        return dense.forward(x, weight, bias, *flatten(parts))[0]
+
+    assert 0.9 < share_kept(multiplied, matrix_OI, segments, 400, biased=biased) < 1.1
+    # What this is a test of.
     if not biased:
         monkeypatch.setattr(dense, "adapters_as_columns", lambda *call: False)
         monkeypatch.setattr(torch, "empty_like", lambda like, dtype: torch.empty(like.shape, dtype=like.dtype))
-        assert young(weight, exact_OI, parts, biased) < 0.6, "what this is a test of"
+        assert share_kept(multiplied, matrix_OI, segments, 400) < 0.1
 
 
 def test_neighboring_parts_with_one_divisor_are_one_run_of_rows():
