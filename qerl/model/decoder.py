@@ -117,7 +117,10 @@ class DecoderLayer(nn.Module):
         # Names keep tensors alive: without gradients the widest moment is the next.
         del o_TD
         inner_TF = silu_mul(gate_up_TX)
-        with made_again(inner_TF, partial(silu_mul, gate_up_TX.detach())) if selective else kept_here():
+        again = made_again(inner_TF, partial(silu_mul, gate_up_TX.detach())) if selective else kept_here()
+        # The last product may copy what it reads, to have adapters beside it.
+        del gate_up_TX
+        with again:
             return self.down.stacked(inner_TF, adapters, dtype=self.stream_dtype, output=output), stream_TD
 
     def whole(self, x_TD: Tensor, *arguments: Any, output: bool) -> Tensor:

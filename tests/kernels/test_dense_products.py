@@ -13,7 +13,7 @@ from young import positive, share_kept
 from qerl.formats import PackedWeight, get_format
 from qerl.kernels.cuda import driver
 from qerl.kernels.cuda.driver import Launch
-from qerl.kernels.fp4_linear import AdapterPart, dense, regimes
+from qerl.kernels.fp4_linear import AdapterPart, dense, fp4_linear, regimes
 from qerl.kernels.fp4_linear.adapter import columns_of, flatten, rows_of
 from qerl.model.lora import LoraGroup
 
@@ -177,6 +177,20 @@ def test_young_adapters_are_not_rounded_away(emulated, monkeypatch, name, plain,
         monkeypatch.setattr(dense, "adapters_as_columns", lambda *call: False)
         monkeypatch.setattr(torch, "empty_like", lambda like, dtype: torch.empty(like.shape, dtype=like.dtype))
         assert share_kept(multiplied, matrix_OI, segments, 400) < 0.1
+
+
+@pytest.mark.parametrize(("name", "least", "most"), [("nvfp4", 0.9, 1.1), ("nf4", 0.9, 1.1), ("bf16", 0.0, 0.1)])
+def test_plain_products_lose_young_adapters_of_unquantized_weights_alone(name, least, most):
+    """On a CPU, and of large ones on a GPU, engine and trainer alike (docs/reliability.md): the product is rounded before they are added."""
+    segments, fmt = (64, 32, 32), get_format(name)
+    natural = fmt.quantize(positive(sum(segments), 64, "cpu"), segments=segments)
+
+    def multiplied(x, bias, parts):
+        with torch.no_grad():
+            return fp4_linear(x, natural, bias, parts)
+
+    share = share_kept(multiplied, fmt.dequantize(natural, torch.float64), segments, 100)
+    assert least <= share < most
 
 
 def test_neighboring_parts_with_one_divisor_are_one_run_of_rows():

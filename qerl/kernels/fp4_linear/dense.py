@@ -87,7 +87,7 @@ def forward(
         _start(sums_TO, bias_O, placements, shrunk, b_OR)
         for rows, alpha in alphas:
             add_product(columns_of(sums_TO, rows), x_TI, rows_of(values_OI, rows).T, alpha=alpha)
-    return sums_TO.to(dtype), shrunk
+    return (y_TO if sums_TO is y_TO else y_TO.copy_(sums_TO)), shrunk
 
 
 def adapters_as_columns(
