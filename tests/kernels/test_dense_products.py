@@ -179,7 +179,9 @@ def test_young_adapters_are_not_rounded_away(emulated, monkeypatch, name, plain,
         assert share_kept(multiplied, matrix_OI, segments, 400) < 0.1
 
 
-@pytest.mark.parametrize(("name", "least", "most"), [("nvfp4", 0.9, 1.1), ("nf4", 0.9, 1.1), ("bf16", 0.0, 0.1)])
+@pytest.mark.parametrize(
+    ("name", "least", "most"), [("nvfp4", 0.9, 1.1), ("mxfp4", 0.9, 1.1), ("nf4", 0.9, 1.1), ("bf16", 0.0, 0.1)]
+)
 def test_plain_products_lose_young_adapters_of_unquantized_weights_alone(name, least, most):
     """On a CPU, and of large ones on a GPU, engine and trainer alike (docs/reliability.md): the product is rounded before they are added."""
     segments, fmt = (64, 32, 32), get_format(name)

@@ -88,7 +88,7 @@ def _base_gradient(grad_TO: Tensor, weight: PackedWeight, dense_OI: Tensor | Non
 def _base(
     x_TI: Tensor, weight: PackedWeight, bias_O: Tensor | None, dense_OI: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """x W_hat^T + bias [T, O], in `dtype`, or in the accumulator's when the storage has a divisor."""
+    """x W_hat^T + bias [T, O], in the wider of `dtype` and the type that it was added up in: adapters come before the rounding."""
     if dense_OI is not None and not _sums_in(dtype, x_TI):
         # The bias goes into the product, as in any framework's dense layer: float32 results then round alike.
         bias_O = None if bias_O is None else as_type(bias_O, x_TI.dtype)
@@ -104,7 +104,7 @@ def _base(
         y_TO = x_TI.to(values_OI.dtype) @ values_OI.T
     if divisor_O is not None:
         y_TO.div_(divisor_O)
-    y_TO = y_TO if divisor_O is not None else y_TO.to(dtype)
+    y_TO = y_TO.to(torch.promote_types(y_TO.dtype, dtype))
     return y_TO if bias_O is None else y_TO.add_(bias_O)
 
 
