@@ -183,9 +183,13 @@ def test_eval_of_a_run_uses_its_newest_checkpoint_and_agrees_with_the_run(run_fo
 
 def test_eval_of_the_base_agrees_with_the_run_before_training(run_folder, tmp_path):
     out = tmp_path / "eval.json"
-    assert "base without adapter" in ok("eval", run_folder, "--base", "--out", out)
+    arguments = ("eval", run_folder, "--base", "--out", out)
+    assert "base without adapter" in ok(*arguments)
     before = RunDir.open(run_folder).read_json("summary.json")["evaluation"]["before"]
-    assert json.loads(out.read_text())["accuracy"] == before["accuracy"]
+    saved = out.read_text()
+    assert json.loads(saved)["accuracy"] == before["accuracy"]
+    assert "the file to write exists already" in refused(*arguments)
+    assert out.read_text() == saved
 
 
 def test_eval_takes_a_checkpoint_as_adapter_of_a_model(run_folder, tmp_path):
@@ -225,6 +229,12 @@ def test_eval_measures_suites_and_checkpoints_in_one_go_and_compares_what_it_wro
     assert found["low"] <= found["difference"] <= found["high"]
     assert "after step 2 against" in ok("eval", "--compare", f"{run_folder}:0", run_folder)
     assert "same questions" in refused("eval", "--compare", run_folder, tmp_path / "e" / "train--base.parquet")
+    # Nothing of it is replaced by another evaluation, nor, were it cut short, by the same one.
+    for again in (("demo",), ("--compare", f"{run_folder}:0", run_folder)):
+        out = tmp_path / "e" / ("evaluation.json" if "--compare" in again else "")
+        assert "lready" in refused("eval", *again, "--out", out)
+    (tmp_path / "e" / "evaluation.json").unlink()
+    assert "already holds an evaluation" in refused("eval", "demo", "--out", tmp_path / "e")
 
 
 def test_watch_shows_a_finished_run(run_folder):

@@ -136,6 +136,11 @@ def write_evaluations(
     return path
 
 
+def holds_an_evaluation(folder: Path) -> bool:
+    """Whether something of an evaluation is in a folder: one that was cut short has parquet files alone."""
+    return (folder / EVALUATION_FILE).exists() or any(folder.glob("*--*.parquet"))
+
+
 def write_questions(folder: Path, measurement: Measurement) -> Path:
     """Write one measurement's questions and answers as the parquet file of an evaluation folder, which can be read alone."""
     known = to_json(measurement.facts())

@@ -56,7 +56,7 @@ def evaluate(
         typer.Option(
             metavar="DIR | FILE.json",
             help="Also write evaluation.json and a parquet file of questions for each suite and policy; or all as one JSON. "
-            "With --compare: the comparisons as JSON.",
+            "With --compare: the comparisons as JSON. What was written before is not replaced.",
         ),
     ] = None,
     compare: Annotated[
@@ -74,6 +74,7 @@ def evaluate(
     """
     if out is not None:
         check_writable(out, folder=out.suffix != ".json" and not compare)
+        _refuse_earlier(out)
     if compare:
         others: dict[str, Any] = {
             "--data": data,
@@ -152,6 +153,23 @@ def evaluate(
             write_json(out, {**facts, **one})
         else:
             write_evaluations(out, found.measurements, facts, comparisons)
+
+
+def _refuse_earlier(out: Path) -> None:
+    """An evaluation takes long, and one that was cut short has left the parquet files of what it measured.
+
+    Raises:
+        ConfigError: the file is there already, or the folder holds an evaluation.
+    """
+    from qerl.eval.files import holds_an_evaluation
+
+    remedy = "Choose another --out, or delete it"
+    if out.is_file():
+        raise ConfigError("the file to write exists already", got=out, remedy=remedy)
+    if holds_an_evaluation(out):
+        raise ConfigError(
+            "the folder already holds an evaluation", got=out, expected="a folder without one", remedy=remedy
+        )
 
 
 def _compare(first: str, others: list[str] | None, out: Path | None) -> None:
