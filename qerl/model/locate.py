@@ -12,10 +12,14 @@ from qerl.errors import CheckpointError, nearest
 DEMO_MODEL = "demo"
 
 
-def resolve_model_path(name: str) -> Path:
+def resolve_model_path(name: str, *, weights: bool = True) -> Path:
     """The folder that a user's model setting means.
 
     ``demo`` is the packaged tiny model; otherwise an existing folder, or a NAME under ``$QERL_MODELS``.
+
+    Args:
+        name: the setting.
+        weights: they will be read; False where ``config.json`` alone is, which a message then says.
 
     Raises:
         CheckpointError: there is no such folder; names the nearest one.
@@ -45,7 +49,7 @@ def resolve_model_path(name: str) -> Path:
     raise CheckpointError(
         "the model cannot be found",
         got=name,
-        expected=f"a folder (for a plan one with its config.json alone), `{DEMO_MODEL}`, or a name under $QERL_MODELS"
+        expected=f"a folder{'' if weights else ' (its config.json alone is enough)'}, `{DEMO_MODEL}`, or a name under $QERL_MODELS"
         + (f" ({', '.join(names[:8])})" if names else " (not set or empty)"),
         remedy=remedy,
     )

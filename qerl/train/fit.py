@@ -61,7 +61,7 @@ def plan(config: Config, *, gpu: str | None = None, width: int = 100) -> tuple[s
         ConfigError: no size, or what would stop the run before its first step.
         CheckpointError: no ``config.json``, or a model that is not supported.
     """
-    spec = ModelSpec.from_folder(require_model_path(config))
+    spec = ModelSpec.from_folder(require_model_path(config, weights=False))
     config, _ = fit_lengths(config, spec)
     check_lengths(config, spec)
     if gpu is None:

@@ -97,11 +97,16 @@ def open_session(
     return Session(config=config, model_path=model_path, model=model, tokenizer=tokenizer, engine=engine, device=device)
 
 
-def require_model_path(config: Config) -> Path:
+def require_model_path(config: Config, *, weights: bool = True) -> Path:
     """The model folder of a configuration.
+
+    Args:
+        config: names it in ``model.path``.
+        weights: they will be read; False where ``config.json`` alone is.
 
     Raises:
         ConfigError: ``model.path`` is not set.
+        CheckpointError: there is no such folder.
     """
     if config.model.path is None:
         raise ConfigError(
@@ -109,7 +114,7 @@ def require_model_path(config: Config) -> Path:
             expected="a model folder, a NAME under $QERL_MODELS, or `demo`",
             remedy="Add model.path=… to the command line",
         )
-    return resolve_model_path(config.model.path)
+    return resolve_model_path(config.model.path, weights=weights)
 
 
 def resolve_device(name: str) -> torch.device:

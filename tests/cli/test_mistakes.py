@@ -160,6 +160,14 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path, verb):
         assert "cannot be written" in refused(verb, "demo", "--out", out)
 
 
+def test_only_a_plan_is_said_to_need_no_weights(tmp_path):
+    nowhere = tmp_path / "runs" / "nope"
+    alone = "its config.json alone is enough"
+    assert alone in refused("plan", f"model.path={nowhere}", "--gpu", "24GB")
+    assert alone not in refused("eval", nowhere)
+    assert alone not in refused("train", f"model.path={nowhere}", "data.train=arithmetic")
+
+
 def test_places_in_data_are_shown_as_they_are(tmp_path):
     """To rich, ``:100:`` and ``:train:`` are names of pictures."""
     data = tmp_path / "data.jsonl"
