@@ -78,7 +78,7 @@ def notes(
         found.append(
             f"The runs were made on different machines ({'; '.join(sorted(machines))}): times cannot be compared."
         )
-    return [*found, *_commits(cells), *_probe_sets(cells), *_scatter(arms, plan)]
+    return [*found, *_one_seed(arms), *_commits(cells), *_probe_sets(cells), *_scatter(arms, plan)]
 
 
 def _ended_badly(cells: Sequence[Cell]) -> list[str]:
@@ -108,6 +108,22 @@ def _beside(cells: Sequence[Cell]) -> list[str]:
     if len(beside) == len(begun) > 1:
         return ["Every cell ran beside others on one device: all count without times."]
     return [f"Ran beside other cells on one device, and so counted without times: {', '.join(beside)}."]
+
+
+def _one_seed(arms: Sequence[ArmRow]) -> list[str]:
+    """Runs of one arm and one seed, as plain runs can be: on one machine they repeat each other, and are no further seeds."""
+    repeated = []
+    for arm in arms:
+        by_seed: dict[int, list[str]] = {}
+        for row in arm.seeds:
+            if row.seed is not None:
+                by_seed.setdefault(row.seed, []).append(row.name)
+        repeated += [f"{', '.join(names)} (seed {seed})" for seed, names in by_seed.items() if len(names) > 1]
+    if not repeated:
+        return []
+    return [
+        f"Of the same settings and the same seed: {'; '.join(repeated)}. Each counts as a seed of its own, so intervals over seeds are too narrow."
+    ]
 
 
 def _commits(cells: Sequence[Cell]) -> list[str]:

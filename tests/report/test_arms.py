@@ -237,6 +237,26 @@ def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path):
     assert [arm.label for arm in found.arms] == ["try0/demo", "try1/demo"]
 
 
+def test_runs_of_one_seed_are_told_of(tmp_path):
+    """They count, each as a seed, but none is another draw. Runs of other settings, and of other seeds, are no repetition."""
+    for name, old, new in (
+        ("a", "seed: 0", "seed: 0"),
+        ("again", "seed: 0", "seed: 0"),
+        ("next", "seed: 0", "seed: 1"),
+        ("other", "lr: 0.0003", "lr: 0.001"),
+    ):
+        run = write_fake_run(tmp_path / name, steps=4)
+        run.write_text(run.config_path, run.config_path.read_text().replace(old, new))
+    (found,) = compare_cells(read_cells([tmp_path / name for name in ("a", "again", "next", "other")]))
+    said = (
+        "Of the same settings and the same seed: a, again (seed 0). "
+        "Each counts as a seed of its own, so intervals over seeds are too narrow."
+    )
+    assert said in found.notes and said in Page(render_arms([found])).text
+    (found,) = compare_cells(read_cells([tmp_path / name for name in ("a", "next", "other")]))
+    assert not any("the same seed" in note for note in found.notes)
+
+
 def test_a_folder_of_runs_stands_for_each_of_them(tmp_path):
     for name in ("one", "two", "three"):
         write_fake_run(tmp_path / "runs" / name, steps=4)
