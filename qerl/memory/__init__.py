@@ -4,20 +4,20 @@ Prediction needs no weights and no device. Owners are disjoint. 1 GB = 1e9 bytes
 
 * ``shapes``: sizes that depend on the model and the configuration alone;
 * ``pages``: the least of keys and values;
+* ``rows``: rows of the decode batch, and the noise kept for them;
 * ``copies``: whether dequantized copies of weights are kept;
 * ``ledger``: ``predict`` adds them up by phase;
 * ``advice``: does it fit, what would, and what each setting buys;
+* ``limits``: the most of a setting that fits;
 * ``bound``: the budget held to while a run works, and what to say when memory runs out;
 * ``measure``: bytes of the tensors that exist, peaks by phase, and both against the prediction.
 """
 
 from qerl.memory.advice import (
     Budget,
-    Limit,
     Option,
     budget_of,
     check_budget,
-    limits,
     options,
     parse_size,
     resolve,
@@ -26,6 +26,7 @@ from qerl.memory.advice import (
 from qerl.memory.bound import OUTSIDE, within_budget
 from qerl.memory.copies import settle_copies
 from qerl.memory.ledger import PHASES, Ledger, check_cache, kv_bytes, predict
+from qerl.memory.limits import Limit, limits
 from qerl.memory.measure import (
     PhasePeaks,
     device_bytes,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -29,8 +28,6 @@ SHARE = 0.7
 """Share of the budget that larger passes may fill: their pieces leave gaps between them."""
 MOST_PASS_TOKENS, MOST_ELEMENTS = 1 << 16, 1 << 30
 """Most tokens of a pass, and elements of its widest tensor."""
-MOST_TRIED = 1 << 20
-"""Tokens of a pass up to which the most that fits is looked for."""
 HALF = 0.5
 """Share of what keys and values could have by being given back, from which they are rather kept."""
 SMALLEST_GB = 1e-6
@@ -47,18 +44,6 @@ class Budget:
     """Bytes."""
     source: str
     """Where the figure comes from, in words."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limit:
-    """The most of one setting that fits, everything else as it is."""
-
-    setting: str
-    now: int
-    largest: int | None
-    """None when no value fits."""
-    held_by: str
-    """What a larger value runs into: memory, or a bound that is none of memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -243,39 +228,6 @@ def altered(config: Config, changes: Mapping[str, Any]) -> Config:
         section, _, key = setting.rpartition(".")
         values[section][key] = value
     return Config.model_validate(values)
-
-
-def limits(config: Config, spec: ModelSpec, budget: Budget, *, device_type: str) -> list[Limit]:
-    """The most sequences that have room at their longest at the same time, tokens of a micro-batch and new tokens that fit, one at a
-    time. For the last two, keys and values of one sequence are enough: others wait."""
-    open_kv = changed(config, "rollout.kv_cache_gb", "auto")
-    longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
-    answers = config.rollout.prompts_per_step * config.rollout.group_size
-    whole = "train.token_budget" if config.pass_tokens < spec.max_positions else "positions of the model"
-    positions = min(spec.max_positions, config.pass_tokens) - config.rollout.max_prompt_tokens
-    # Shorter answers than the punishment of long ones begins at are no setting.
-    shortest = config.reward.overlong.buffer_tokens + 1 if config.reward.overlong.enabled else 1
-
-    def fits(setting: str, value: int) -> bool:
-        try:
-            tried = changed(open_kv, setting, value)
-        except ValidationError:
-            return False
-        if setting != "rollout.max_num_seqs" and device_type == "cuda":
-            one = -(-wanted_kv_bytes(tried, spec, device_type, sequences=1) // 1000) / 1e6
-            tried = changed(tried, "rollout.kv_cache_gb", one)
-        return predict(tried, spec, device_type=device_type).peak <= budget.size
-
-    found = []
-    for setting, now, low, high, otherwise in (
-        ("rollout.max_num_seqs", config.decode_slots, 1, answers, "answers of a step"),
-        ("train.token_budget", config.pass_tokens, longest, MOST_TRIED, "nothing"),
-        ("rollout.max_new_tokens", config.rollout.max_new_tokens, shortest, positions, whole),
-    ):
-        largest = largest_that(partial(fits, setting), low, high)
-        held_by = otherwise if largest == high else "memory"
-        found.append(Limit(setting=setting, now=now, largest=largest, held_by=held_by))
-    return found
 
 
 def largest_that(test: Callable[[int], bool], low: int, high: int) -> int | None:

@@ -36,8 +36,8 @@ from qerl.kernels.token_logprobs.head import STRETCH_ELEMENTS
 from qerl.kernels.token_logprobs.tiles import TILE_ROWS, tile_tokens
 from qerl.memory import shapes
 from qerl.memory.pages import check_pages
+from qerl.memory.rows import decode_rows, pass_bytes, table_bytes
 from qerl.memory.shapes import ITEMSIZE, StoredGroup
-from qerl.model.aqn.noise import PASS_TABLE_BYTES, TABLE_ROWS
 from qerl.model.spec import ModelSpec
 from qerl.units import GB
 
@@ -117,7 +117,10 @@ def predict(config: Config, spec: ModelSpec, *, device_type: str) -> Ledger:
     gradients = 4 * sum(trained)
     kv_cache = {"kv_cache": kv_bytes(config, spec, device_type)}
     kept = device_type == "cuda" and config.rollout.keep_cache != "off"
-    tables = _rollout_noise(config, spec) if device_type == "cuda" and config.decode_slots <= TABLE_ROWS else 0
+    tables = table_bytes(config, spec, device_type)
+    # Captured steps outlive a rollout, and so do the tables that they read.
+    stay = tables if device_type == "cuda" else 0
+    noise = stay + pass_bytes(config, spec, micro_batch_tokens(config, device_type))
     batch = _batch(config)
     resident = {
         "base_weights": shapes.weight_bytes(stored, itemsize) + biases * itemsize,
@@ -136,21 +139,21 @@ def predict(config: Config, spec: ModelSpec, *, device_type: str) -> Ledger:
         "load": {"working": _loading(config, spec, itemsize)},
         "rollout": {
             **({} if kept else kv_cache),
-            "noise": _rollout_noise(config, spec),
-            "working": _sampling(config, spec, itemsize),
+            "noise": tables,
+            "working": _sampling(config, spec, itemsize, device_type),
         },
         "logprobs": {
             "batch": batch,
-            "noise": tables + _pass_noise(config, spec, device_type),
+            "noise": noise,
             "working": _scoring(config, spec, itemsize, device_type),
         },
         "backward": {
             **_end_of_pass(config, spec, gradients, _activations(config, spec, itemsize, device_type), device_type),
             "batch": batch,
-            "noise": tables + _pass_noise(config, spec, device_type),
+            "noise": noise,
             "working": _backward_working(config, spec, itemsize, device_type),
         },
-        "optimizer": {"gradients": gradients, "batch": batch, **({"noise": tables} if tables else {})},
+        "optimizer": {"gradients": gradients, "batch": batch, **({"noise": stay} if stay else {})},
     }
     return Ledger(resident=resident, phases=phases)
 
@@ -238,6 +241,15 @@ def wanted_kv_bytes(config: Config, spec: ModelSpec, device_type: str, sequences
     return (rows * -(-longest // PAGE_TOKENS) + prompt // PAGE_TOKENS + 3) * PAGE_TOKENS * token
 
 
+def sequences_with_room(config: Config, spec: ModelSpec, device_type: str) -> int:
+    """How many of the sequences that are decoded at once, at least one, keys and values have room for when all are at their longest; the others
+    wait."""
+    one = wanted_kv_bytes(config, spec, device_type, sequences=1)
+    each = wanted_kv_bytes(config, spec, device_type, sequences=2) - one
+    further = (kv_bytes(config, spec, device_type) - one) // each
+    return min(config.decode_slots, max(1, 1 + further))
+
+
 def check_cache(config: Config, spec: ModelSpec, device_type: str) -> None:
     """Refuse a ``rollout.kv_cache_gb`` in which the longest prompt and answer have no room; on a GPU, where it means something.
 
@@ -263,36 +275,19 @@ def _longest(config: Config) -> int:
     return rollout.max_prompt_tokens + max(rollout.max_new_tokens, config.eval.max_new_tokens or 0) - 1
 
 
-def _rollout_noise(config: Config, spec: ModelSpec) -> int:
-    """Draws of the running answers, float32, where each has its own."""
-    if config.aqn.scope not in ("group", "response"):
-        return 0
-    return 4 * config.decode_slots * shapes.noise_width(config, spec)
-
-
-def _pass_noise(config: Config, spec: ModelSpec, device_type: str) -> int:
-    """Draws that a pass holds for its answers, float32, taken to be as long as they may."""
-    if config.aqn.scope not in ("group", "response"):
-        return 0
-    longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
-    answers = -(-micro_batch_tokens(config, device_type) // longest)
-    held = 4 * answers * shapes.noise_width(config, spec)
-    return held if held <= PASS_TABLE_BYTES else 0
-
-
 def _loading(config: Config, spec: ModelSpec, itemsize: int) -> int:
     """The largest group as read, and stacked; while it is quantized, float32 copies of a slice of it."""
     largest = shapes.largest_group(spec)
     return 2 * largest * 2 + 6 * 4 * min(largest, CAST_ELEMENTS)
 
 
-def _sampling(config: Config, spec: ModelSpec, itemsize: int) -> int:
+def _sampling(config: Config, spec: ModelSpec, itemsize: int, device_type: str) -> int:
     """Logits of one decode step in float32, or one prefill pass, whichever is more."""
     prompts = config.rollout.prompts_per_step * config.rollout.max_prompt_tokens
     tokens = min(PREFILL_TOKENS, prompts)
     given = config.rollout
     truncated = given.top_k > 0 or given.top_p < 1 or given.min_p > 0
-    logits = (LOGITS_HELD + truncated) * 4 * config.decode_slots * spec.vocab_size
+    logits = (LOGITS_HELD + truncated) * 4 * decode_rows(config, device_type) * spec.vocab_size
     return max(logits, _forward_bytes(config, spec, itemsize) * tokens)
 
 

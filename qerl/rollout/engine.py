@@ -23,6 +23,7 @@ from qerl.errors import ConfigError, DataError, TrainingError
 from qerl.kernels.cached_attention import FP8, members_for
 from qerl.kernels.cuda import can_lend, room_in_share
 from qerl.memory.pages import SPARE_PAGES, check_pages
+from qerl.memory.rows import buckets_for
 from qerl.model.aqn import Noise
 from qerl.model.decoder import Decoder
 from qerl.model.tokenizer import Tokenizer
@@ -32,9 +33,6 @@ from qerl.rollout.call import Call, ProgressCallback
 from qerl.rollout.sampler import check_sampling
 from qerl.rollout.sequence import Answer, Sequence
 from qerl.rollout.workspace import Layout, Workspace
-
-BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512)
-"""Rows that a captured step may have; beyond the last, multiples of 128."""
 
 PAGE_TOKENS = 64
 """Tokens a page, where the cache is in small pages."""
@@ -154,7 +152,7 @@ class Engine:
         self.graphs = cuda if graphs is None else graphs
         if self.graphs and not (cuda and self.paged):
             raise ConfigError("decode steps can be captured on CUDA with a paged cache only", got=str(self.device))
-        self.buckets = _buckets(max_num_seqs) if self.graphs else None
+        self.buckets = buckets_for(max_num_seqs) if self.graphs else None
         """Row counts that a decode step may have; None: as many as run."""
         self.lends = lends and self.graphs and can_lend(self.device)
         if static_shapes:
@@ -374,9 +372,3 @@ class Engine:
             sampler_logprobs=tuple(answer.sampler_logprobs),
             stop_reason="stop" if answer.token_ids[-1] in self.tokenizer.eos_ids else "length",
         )
-
-
-def _buckets(most: int) -> tuple[int, ...]:
-    """Row counts of captured steps, ascending, up to the first that holds ``most`` rows."""
-    counts = [*BUCKETS, *range(BUCKETS[-1] + 128, most + 128, 128)]
-    return tuple(counts[: sum(count < most for count in counts) + 1])

@@ -20,13 +20,10 @@ from torch import Tensor
 from qerl.kernels.philox import stream_key
 from qerl.kernels.rms_norm import NormNoise, TableNoise
 from qerl.model.aqn import Noise, NoisePass, Place
-from qerl.model.aqn.noise import TABLE_ROWS, Counter
+from qerl.model.aqn.noise import Counter, keeps_tables
 from qerl.model.aqn.sites import POSITION_SHIFT
 from qerl.model.attention import AttentionContext, SampleRows
 from qerl.rollout.row_state import on_device
-
-TABLE_BYTES = 2 << 30
-"""Most memory of the tables of all places; noise that needs more is drawn at every step."""
 
 DRAWN_BYTES = 1 << 25
 """About how much is drawn for all places at once."""
@@ -164,10 +161,5 @@ class _KeyedPass(NoisePass):
 
 
 def fits_tables(noise: Noise, rows: int, device: torch.device) -> bool:
-    """Whether decode steps read the noise from tables: draws outlast a step, and the tables are not too large. Of many rows
-    a GPU's step takes so long that its draws count for little, and keys and values want the memory."""
-    scope = noise.state.scope
-    if scope not in ("group", "response"):
-        return scope == "rollout"
-    few = device.type == "cpu" or rows <= TABLE_ROWS
-    return few and 4 * rows * sum(noise.widths.values()) <= TABLE_BYTES
+    """Whether decode steps of so many rows read the noise from tables."""
+    return keeps_tables(noise.state.scope, rows, sum(noise.widths.values()), device.type)

@@ -12,7 +12,7 @@ from rich.table import Table
 from qerl import memory
 from qerl.config.schema import Config
 from qerl.memory import PHASES, Budget
-from qerl.memory.ledger import kv_bytes, wanted_kv_bytes
+from qerl.memory.ledger import kv_bytes, sequences_with_room, wanted_kv_bytes
 from qerl.model.spec import ModelSpec
 from qerl.train.session import check_lengths, fit_lengths, require_model_path, resolve_device
 from qerl.units import bytes_text
@@ -105,7 +105,7 @@ def memory_text(
                 "Keys and values were given what is left. The plan counts tensors: the allocator may reserve more.",
                 markup=False,
             )
-        console.print(_limits_table(memory.limits(config, spec, budget, device_type=device_type)))
+        console.print(_limits_table(memory.limits(config, spec, budget, device_type=device_type, asked=asked)))
     elif device_type == "cpu":
         console.print(
             "budget: none, as this is a plan for the CPU; qerl plan --gpu 24GB plans for a GPU of that size",
@@ -143,19 +143,24 @@ def _cache_line(config: Config, spec: ModelSpec, device_type: str) -> str:
     size, wanted = kv_bytes(config, spec, device_type), wanted_kv_bytes(config, spec, device_type)
     line = f"keys and values: {bytes_text(size)}"
     if _is_cut(config, spec, device_type):
-        alone = wanted_kv_bytes(config, spec, device_type, sequences=1)
-        one = wanted_kv_bytes(config, spec, device_type, sequences=2) - alone
-        line += f" of {bytes_text(wanted)}: about {max(1, 1 + (size - alone) // one)} of {config.decode_slots} sequences at their longest; others wait"
+        room = sequences_with_room(config, spec, device_type)
+        line += f" of {bytes_text(wanted)}, room for {room} of {config.decode_slots} sequences at their longest; the others wait"
     if device_type == "cuda":
         line += "; kept while training" if config.rollout.keep_cache != "off" else "; given back for training"
     return line
 
 
 def _limits_table(limits: list[memory.Limit]) -> Table:
-    table = Table("setting", "now", "most that fits", "held by", title="Largest, one at a time")
+    table = Table("setting", "now", "most that fits", "held by", title="Largest of one setting, the others as they are")
     for limit in limits:
-        largest = "none" if limit.largest is None else f"{limit.largest:,}"
-        table.add_row(limit.setting, f"{limit.now:,}", largest, limit.held_by)
+        now, largest, held_by = (
+            f"{limit.now:,}",
+            "none" if limit.largest is None else f"{limit.largest:,}",
+            limit.held_by,
+        )
+        if limit.others_wait:
+            now, largest, held_by = f"{now} asked for", f"{largest} at a time", f"{held_by}; the others wait"
+        table.add_row(limit.setting, now, largest, held_by)
     return table
 
 

@@ -12,6 +12,7 @@ from qerl.kernels.cached_attention.plan import Plan, members_for
 from qerl.kernels.philox import stream_key
 from qerl.memory import measure_resident
 from qerl.model.aqn import NoiseState
+from qerl.model.aqn import noise as aqn_noise
 from qerl.model.checkpoint import load_model
 from qerl.model.tokenizer import load_tokenizer
 from qerl.objective.batch import Sample, pack
@@ -256,8 +257,8 @@ def test_captured_steps_give_the_answers_of_steps_run_one_by_one(qwen2_folder, t
 def test_noise_kept_in_tables_is_that_of_draws_at_every_step(qwen2_folder, tokenizer, monkeypatch, scope, prompt):
     """6 rows for 20 answers: rows are filled again and moved between captured steps. Two rollouts on one engine."""
     model, found = load(qwen2_folder), []
-    for most in (row_noise.TABLE_ROWS, 0):
-        monkeypatch.setattr(row_noise, "TABLE_ROWS", most)
+    for most in (aqn_noise.TABLE_ROWS, 0):
+        monkeypatch.setattr(aqn_noise, "TABLE_ROWS", most)
         engine = Engine(model, tokenizer, max_num_seqs=6, window=3)
         for rollout in (2, 3):
             noise = make_noise(model, scope, rollout=rollout, prompt=prompt)

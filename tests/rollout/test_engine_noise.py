@@ -11,6 +11,7 @@ from qerl import memory
 from qerl.config.load import load_config
 from qerl.kernels.rms_norm import KeyedNoise, TableNoise
 from qerl.model.aqn import NoiseState
+from qerl.model.aqn import noise as aqn_noise
 from qerl.model.attention import SampleRows
 from qerl.model.tokenizer import load_tokenizer
 from qerl.objective.batch import Sample, pack
@@ -179,7 +180,7 @@ def test_sequences_of_one_prompt_with_other_prefixes_are_prefilled_each():
 def test_tables_of_running_rows_change_nothing(model, tokenizer, monkeypatch, scope):
     noise = make_noise(model, scope)
     with_tables, _ = generate(model, tokenizer, noise, rows=3)
-    monkeypatch.setattr(row_noise, "TABLE_BYTES", 0)
+    monkeypatch.setattr(aqn_noise, "TABLE_BYTES", 0)
     without, _ = generate(model, tokenizer, noise, rows=3)
     assert with_tables == without
 
@@ -253,8 +254,8 @@ def test_tables_filled_as_on_a_gpu_give_the_answers_of_draws_at_every_step(
     def draw_all(self, rows, keys):
         self.draw_all(torch.tensor(rows), torch.tensor(keys))
 
-    for most in (row_noise.TABLE_BYTES, 0):
-        monkeypatch.setattr(row_noise, "TABLE_BYTES", most)
+    for most in (aqn_noise.TABLE_BYTES, 0):
+        monkeypatch.setattr(aqn_noise, "TABLE_BYTES", most)
         monkeypatch.setattr(row_noise.DecodeNoise, "start", draw_all)
         engine = Engine(model, tokenizer, max_num_seqs=3, paged=True, window=2)
         for rollout in (2, 3):

@@ -24,10 +24,11 @@ from qerl.kernels.rms_norm import triton as rms_norm
 from qerl.kernels.sampling import triton as sampling
 from qerl.kernels.token_logprobs import logits
 from qerl.kernels.token_logprobs import triton as token_logprobs
+from qerl.memory.rows import BUCKETS
 from qerl.model.aqn import NoiseState
 from qerl.objective.batch import Sample
 from qerl.records import Completion, Prompt, SamplingSpec
-from qerl.rollout.engine import BUCKETS, Engine
+from qerl.rollout.engine import Engine
 from qerl.train.diagnostics.passes import answer_hidden, pack_answers
 from qerl.train.learn import learn
 from qerl.train.noise.ahead import meet_noise

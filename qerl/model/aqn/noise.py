@@ -31,6 +31,25 @@ PASS_TABLE_BYTES = 1 << 28
 TABLE_ROWS = 64
 """Most rows of a GPU's decode batch whose draws of scopes ``group`` and ``response`` are kept from step to step; of more, each norm draws at every step."""
 
+TABLE_BYTES = 2 << 30
+"""Most memory of the draws of a decode batch that are kept from step to step; noise that needs more is drawn at every step."""
+
+
+def keeps_tables(scope: str, rows: int, width: int, device_type: str) -> bool:
+    """Whether decode steps read the noise from tables: draws outlast a step, and the tables are not too large. Of many rows
+    a GPU's step takes so long that its draws count for little, and keys and values want the memory.
+
+    Args:
+        scope: of the noise.
+        rows: of the decode batch.
+        width: channels of all noisy places together.
+        device_type: ``cpu`` or ``cuda``.
+    """
+    if scope not in ("group", "response"):
+        return scope == "rollout"
+    few = device_type == "cpu" or rows <= TABLE_ROWS
+    return few and 4 * rows * width <= TABLE_BYTES
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counter:
