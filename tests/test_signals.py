@@ -113,10 +113,15 @@ def test_ctrl_c_leaves_a_watch_and_other_signals_end_it(tmp_path, monkeypatch, n
     run = open_run(tmp_path / "cell")
     if matrix:
         Manifest(tmp_path).set_state("cell", "running")
+    # Where the tests run in the background, a shell has told them to ignore Ctrl-C.
+    before = signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     for function in (follow, watch_matrix):
         monkeypatch.setitem(function.__kwdefaults__, "sleep", lambda seconds: signal.raise_signal(number))
-    with RunLock(run.path):
-        result = qerl("watch", tmp_path if matrix else run.path, "--plain")
+    try:
+        with RunLock(run.path):
+            result = qerl("watch", tmp_path if matrix else run.path, "--plain")
+    finally:
+        signal.signal(number, before)
     assert result.exit_code == code, result.output
     assert ("the terminal closed" in result.stderr) == (code == 129)
 
