@@ -16,7 +16,7 @@ from benchmarks.timing import captured, device_times
 from qerl.formats import PackedWeight, dequantize, get_format
 from qerl.kernels.fp4_linear import dense
 from qerl.kernels.fp4_linear.unpack import unpack
-from qerl.kernels.quantize import mxfp4, nf4, quantize
+from qerl.kernels.quantize import fp8, mxfp4, nf4, quantize
 from qerl.kernels.quantize import triton as quantize_triton
 
 if TYPE_CHECKING:
@@ -60,6 +60,11 @@ def quantization(shares: Shares, dense_OI: torch.Tensor) -> None:
     shares.add("quantize mxfp4, triton", times, mxfp4.rounded(dense_OI, rows)[0], passes=1)
     times = captured(lambda: nf4.rounded(dense_OI, rows, doubly=False), calls=4)
     shares.add("quantize nf4, triton", times, nf4.rounded(dense_OI, rows, doubly=False)[0], passes=1)
+    times = captured(lambda: nf4.rounded(dense_OI, rows, doubly=True), calls=4)
+    # The scales, one number for 64 weights, are read again, for their mean and for their codes.
+    shares.add("quantize nf4_dq, triton", times, nf4.rounded(dense_OI, rows, doubly=True)[0], passes=1)
+    times = captured(lambda: fp8.rounded(dense_OI, rows), calls=4)
+    shares.add("quantize fp8, triton", times, fp8.rounded(dense_OI, rows)[0], passes=1)
     times = captured(lambda: quantize_triton.rounded(dense_OI, rows, "torchao"), calls=4)
     packed, _ = quantize_triton.rounded(dense_OI, rows, "torchao")
     shares.add("quantize nvfp4 as torchao does, triton", times, packed, passes=2)
@@ -67,7 +72,8 @@ def quantization(shares: Shares, dense_OI: torch.Tensor) -> None:
         ("nvfp4", "triton", 2),
         ("mxfp4", "triton", 1),
         ("nf4", "triton", 1),
-        ("nf4_dq", "triton", None),
+        ("nf4_dq", "triton", 1),
+        ("fp8", "triton", 1),
     ]
     eager += [(name, "reference", None) for name in FORMATS]
     for name, kernel, passes in eager:

@@ -28,7 +28,8 @@ from torch import Tensor
 GROUP = 256
 KERNEL_SEGMENTS = 4
 """Projections that a weight can have for the CUDA kernels, at most."""
-_TABLE_STEP = 65535 / 2
+TABLE_SIZE = 65536
+TABLE_STEP = (TABLE_SIZE - 1) / 2
 
 
 @cache
@@ -50,20 +51,33 @@ def quantize(absmax: Tensor, counts: Sequence[int]) -> dict[str, Tensor]:
     return {key: torch.cat(column) for key, column in zip(names, zip(*parts, strict=True), strict=True)}
 
 
-def _quantize(absmax_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    offset = absmax_N.mean()
-    offset = torch.where(torch.isfinite(offset), offset, absmax_N.double().mean().float())
-    count = absmax_N.numel()
-    groups = torch.nn.functional.pad(absmax_N - offset, (0, -count % GROUP)).view(-1, GROUP)
-    largest = groups.abs().amax(1)
-    x = (groups * (1 / largest)[:, None]).clamp_(-1, 1)
-    x = ((x + 1) * _TABLE_STEP + 0.5).floor() / _TABLE_STEP - 1
-    values = _map(absmax_N.device)
+def offset(absmax_N: Tensor) -> Tensor:
+    """The mean of the scales of a projection, float32 [1]; by way of float64 where their sum overflows."""
+    mean = absmax_N.mean()
+    return torch.where(torch.isfinite(mean), mean, absmax_N.double().mean().float()).reshape(1)
+
+
+@cache
+def table(device: torch.device) -> Tensor:
+    """uint8 [65,536]: the code of each of the evenly spaced numbers k / 32767.5 - 1."""
+    values = _map(torch.device("cpu"))
+    x = torch.arange(TABLE_SIZE, dtype=torch.float32) / TABLE_STEP - 1
     right = torch.searchsorted(values, x).clamp_(max=values.numel() - 1)
     left = (right - 1).clamp_(min=0)
-    codes = torch.where(values[right] - x < x - values[left], right, left).to(torch.uint8)
+    return torch.where(values[right] - x < x - values[left], right, left).to(torch.uint8).to(device)
+
+
+def _quantize(absmax_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    offset_1 = offset(absmax_N)
+    count = absmax_N.numel()
+    groups = torch.nn.functional.pad(absmax_N - offset_1, (0, -count % GROUP)).view(-1, GROUP)
+    largest = groups.abs().amax(1)
+    x = (groups * (1 / largest)[:, None]).clamp_(-1, 1)
+    # What is no number, of a scale that is none or in a group of equal scales, must have a place in the table all the same.
+    place = ((x + 1) * TABLE_STEP + 0.5).floor().nan_to_num_(0.0).long()
+    codes = table(absmax_N.device)[place]
     codes.masked_fill_((largest == 0)[:, None], 0)
-    return codes.view(-1)[:count], largest, offset.reshape(1)
+    return codes.view(-1)[:count], largest, offset_1
 
 
 def dequantize(tensors: Mapping[str, Tensor], counts: Sequence[int]) -> Tensor:

@@ -1,4 +1,4 @@
-"""The kernels of NF4, and of the rounding `torchao`, in the interpreter: the bytes of the formats, hard tensors included."""
+"""The kernels of NF4 and FP8, and of the rounding `torchao`, in the interpreter: the bytes of the formats, hard tensors included."""
 
 import pytest
 import torch
@@ -6,14 +6,14 @@ import triton_cpu  # noqa: F401 - prepares the interpreter, before any kernel mo
 from hard_tensors import CASES
 
 from qerl.errors import FormatError
-from qerl.formats import dequantize, get_format
+from qerl.formats import dequantize, double_quant, get_format
 from qerl.formats.nf4 import QUANTILES
 from qerl.kernels.quantize import mxfp4, nf4
 from qerl.kernels.quantize import triton as kernel
 
 pytestmark = pytest.mark.interpret
 
-KINDS = [("nf4", "ct"), ("nf4_dq", "ct"), ("nvfp4", "torchao"), ("mxfp4", "torchao")]
+KINDS = [("nf4", "ct"), ("nf4_dq", "ct"), ("fp8", "ct"), ("nvfp4", "torchao"), ("mxfp4", "torchao")]
 
 
 @pytest.fixture(autouse=True)
@@ -51,6 +51,7 @@ SHAPES = [((7, 9), (3, 1, 3)), ((12, 64), (2, 9, 1)), ((3, 150), (2, 1))]
         ("nf4", "ct", (1, 1), None),
         ("nf4", "ct", (5, 40), (2, 3)),
         ("nvfp4", "torchao", (70, 16), None),
+        ("fp8", "ct", (2, 1500), None),
     ],
 )
 def test_shapes_parts_and_magnitudes(name, rounding, shape, segments):
@@ -93,13 +94,32 @@ def test_a_number_at_the_edge_of_a_cell_has_its_code_on_either_side():
 
 
 @pytest.mark.parametrize("rounding", ["ct", "torchao"])
-@pytest.mark.parametrize("name", ["nf4", "mxfp4", "nvfp4"])
+@pytest.mark.parametrize("name", ["nf4", "mxfp4", "nvfp4", "fp8"])
 @pytest.mark.parametrize(("value", "said"), [(float("nan"), "NaN"), (-float("inf"), "infinity")])
 def test_values_that_are_not_finite_are_refused_by_name(name, rounding, value, said):
     weight = torch.ones(3, 40)
     weight[2, 35] = value
     with pytest.raises(FormatError, match=f"'w' holds a value that is not finite.*{said}"):
         kernel.quantize(weight, name, "rtn", rounding, None, "w")
+
+
+def test_every_e4m3_number_and_the_middles_between_them():
+    """With a divisor of 1: all codes, all halves between neighbors, and what is next to those."""
+    numbers = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    middles = (numbers[1:] + numbers[:-1]) / 2
+    beside = [torch.nextafter(middles, torch.tensor(side)) for side in (0.0, 500.0)]
+    row = torch.cat([numbers, middles, *beside])
+    assert_equal_bytes(torch.stack([row, -row]), "fp8", "ct")
+
+
+def test_doubly_quantized_scales_of_every_place_of_the_table():
+    """Blocks of one magnitude each, so that the scales are at and beside the edges of the 65,536 places."""
+    edges = (torch.arange(0, 65536, 37).double() - 0.5) / double_quant.TABLE_STEP - 1
+    for part in edges.float().split(255):
+        scales = 2 + torch.cat([part, -part.sum().clamp(-1, 1).view(1)])
+        assert_equal_bytes(scales[:, None].expand(-1, 64).contiguous(), "nf4_dq", "ct")
+    for scale in (0.0, 1.0, 3e38):
+        assert_equal_bytes(torch.full((300, 64), scale), "nf4_dq", "ct")
 
 
 def test_the_largest_block_of_mxfp4_saturates_and_its_smallest_divisor_is_2_to_the_minus_126():

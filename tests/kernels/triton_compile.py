@@ -25,7 +25,7 @@ from qerl.kernels.cached_attention.plan import Plan
 from qerl.kernels.fp4_linear import AdapterPart, kept, unpack
 from qerl.kernels.fp4_linear.adapter import flatten
 from qerl.kernels.philox import triton as philox
-from qerl.kernels.quantize import mxfp4, nf4
+from qerl.kernels.quantize import fp8, mxfp4, nf4
 from qerl.kernels.quantize import triton as quantize
 from qerl.kernels.rms_norm import KeyedNoise, TableNoise
 from qerl.kernels.rms_norm import triton as rms_norm
@@ -129,6 +129,10 @@ def calls() -> None:
         quantize.rounded(torch.ones(8, inputs).bfloat16(), (8,), fused=True)
         mxfp4.rounded(torch.ones(8, inputs).bfloat16(), (8,), fused=True)
         nf4.rounded(torch.ones(9, inputs).bfloat16(), (9,), doubly=False)
+    for converts in (True, False):
+        fp8.rounded(torch.ones(8, width).bfloat16(), (8,), converts=converts)
+    fp8.rounded(torch.ones(1, fp8.LONGEST_ROW), (1,), converts=True)
+    nf4.rounded(torch.ones(512, 64), (200, 312), doubly=True)
     quantize.rounded(torch.ones(8, 256).bfloat16(), (8,), "torchao")
     mxfp4.rounded(torch.ones(8, 256).bfloat16(), (8,), "torchao")
     philox.normal_rows((1, 2), width, rows, 3, 4)

@@ -28,7 +28,7 @@ def quantize(
         weight_OI: floating point [d_out, d_in].
         format_name: one of `qerl.formats.FORMAT_NAMES`.
         method, rounding, segments, name: as of `WeightFormat.quantize`.
-        kernel: implementation by name. `triton` has kernels for nvfp4, nf4 and nf4_dq with method `rtn`, and does the rest as the
+        kernel: implementation by name. `triton` has kernels for every format with method `rtn`, and does the rest as the
             reference does.
 
     Raises:

@@ -4,8 +4,8 @@
 The arithmetic is that of `qerl.formats.nf4`: x = w * (1 / absmax), and its code is the number of middles between neighboring quantiles that x is
 above. The 32 cells [(k - 16.5) / 15, (k - 15.5) / 15] hold at most one middle each: a table says how many are below the cell of x, and the one comparison that
 is left is with the cell's own. Rounding x to its cell is monotone, so this is exact however x is rounded at a cell's edge. Doubly quantized scales are
-made of the float32 ones by `qerl.formats.double_quant`, a second and small pass (one number for 64 weights) in torch. Weights are a thread's own by
-eights, and eight threads have a block.
+made of the float32 ones in a second and small pass (one number for 64 weights), by the table of `qerl.formats.double_quant`, after their mean. Weights are a
+thread's own by eights, and eight threads have a block.
 
 Legend: n elements of a flattened projection, N blocks of a program.
 """
@@ -25,6 +25,7 @@ from qerl.formats.nf4 import BLOCK, QUANTILES, SMALLEST_ABSMAX
 from qerl.kernels.sizes import ceil_div
 
 _PROGRAM_BLOCKS = 128
+_PROGRAM_GROUPS = 4
 _CELLS, _CELLS_OF_ONE, _MIDDLE_CELL = 32, 15, 16
 
 
@@ -46,7 +47,7 @@ def rounded(weight_OI: Tensor, rows: tuple[int, ...], *, doubly: bool) -> tuple[
     packed, absmax = (column[0] if len(column) == 1 else torch.cat(column) for column in zip(*found, strict=True))
     scales = {"absmax": absmax}
     if doubly:
-        scales = double_quant.quantize(absmax, [ceil_div(count, BLOCK) for count in counts])
+        scales = _doubly(absmax, [ceil_div(count, BLOCK) for count in counts])
     name = "nf4_dq" if doubly else "nf4"
     stored = PackedWeight(format=name, shape=(d_out, d_in), tensors={"packed": packed, **scales}, segments=rows)
     return stored, bad.view(torch.float32)
@@ -77,6 +78,35 @@ def _projection(flat: Tensor, bad: Tensor) -> tuple[Tensor, Tensor]:
         enable_fp_fusion=False,
     )
     return words.view(torch.uint8).view(-1)[: ceil_div(count, 2)], absmax
+
+
+def _doubly(absmax: Tensor, counts: list[int]) -> dict[str, Tensor]:
+    """The stored tensors of `double_quant`, projections of `counts` scales one after the other."""
+    device, group = absmax.device, double_quant.GROUP
+    codes = torch.empty(absmax.numel(), dtype=torch.uint8, device=device)
+    groups = [ceil_div(count, group) for count in counts]
+    scales = torch.empty(sum(groups), dtype=torch.float32, device=device)
+    parts = absmax.split(counts)
+    offsets = torch.cat([double_quant.offset(part) for part in parts])
+    for number, (part, codes_N, scales_G) in enumerate(
+        zip(parts, codes.split(counts), scales.split(groups), strict=True)
+    ):
+        _quantize_scales[(ceil_div(len(scales_G), _PROGRAM_GROUPS),)](
+            part,
+            offsets[number],
+            double_quant.table(device),
+            codes_N,
+            scales_G,
+            len(part),
+            len(scales_G),
+            STEP=double_quant.TABLE_STEP,
+            LAST=double_quant.TABLE_SIZE - 1,
+            GROUP=group,
+            N=_PROGRAM_GROUPS,
+            num_warps=4,
+            enable_fp_fusion=False,
+        )
+    return {"absmax_codes": codes, "absmax_scales": scales, "absmax_offset": offsets}
 
 
 @cache
@@ -148,3 +178,35 @@ def _quantize_nf4(
 def _of_words(value, N: tl.constexpr):
     """[8 N, 1] of [N]: each word has its block's."""
     return tl.reshape(tl.broadcast_to(value[:, None], (N, 8)), (8 * N,))[:, None]
+
+
+@triton.jit
+def _quantize_scales(
+    absmax,
+    offset,
+    table,
+    codes,
+    scales,
+    count,
+    groups,
+    STEP: tl.constexpr,
+    LAST: tl.constexpr,
+    GROUP: tl.constexpr,
+    N: tl.constexpr,
+):
+    group = tl.program_id(0) * N + tl.arange(0, N)
+    place = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    inside = place < count
+    # What is beyond the last scale is like the mean.
+    apart = tl.where(inside, tl.load(absmax + place, mask=inside, other=0.0) - tl.load(offset), 0.0)
+    largest = tl.max(apart.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1).to(tl.float32, bitcast=True)
+    x = apart * tl.broadcast_to(tl.div_rn(1.0, largest)[:, None], apart.shape)
+    x = tl.minimum(tl.maximum(x, -1.0), 1.0)
+    number = tl.floor((x + 1.0) * STEP + 0.5)
+    # What is no number has a place, too.
+    number = tl.where(number == number, number, 0.0).to(tl.int32)
+    number = tl.minimum(tl.maximum(number, 0), LAST)
+    code = tl.load(table + number)
+    code = tl.where(tl.broadcast_to((largest == 0.0)[:, None], code.shape), 0, code)
+    tl.store(codes + place, code.to(tl.uint8), mask=inside)
+    tl.store(scales + group, largest, mask=group < groups)

@@ -20,11 +20,11 @@ from torch import Tensor
 from qerl.formats import PackedWeight
 from qerl.formats.base import ROUNDINGS, check_finite, check_weight
 from qerl.formats.nvfp4 import BLOCK
-from qerl.kernels.quantize import mxfp4, nf4, reference
-from qerl.kernels.quantize.words import words
+from qerl.kernels.quantize import fp8, mxfp4, nf4, reference
+from qerl.kernels.quantize.words import e4m3, words
 from qerl.kernels.sizes import ceil_div, power_of_2
 
-_FORMATS = ("nvfp4", "mxfp4", "nf4", "nf4_dq")
+_FORMATS = ("nvfp4", "mxfp4", "nf4", "nf4_dq", "fp8")
 _PROGRAM_ELEMENTS = 16384
 _PROGRAM_BLOCKS = 128
 
@@ -34,13 +34,16 @@ def quantize(
 ) -> PackedWeight:
     """See `qerl.kernels.quantize.quantize`."""
     known = format_name in _FORMATS and method == "rtn" and rounding in ROUNDINGS
-    if not known or weight_OI.dtype == torch.float64:
+    wide = format_name == "fp8" and weight_OI.shape[-1] > fp8.LONGEST_ROW
+    if not known or wide or weight_OI.dtype == torch.float64:
         return reference.quantize(weight_OI, format_name, method, rounding, segments, name)
     rows = check_weight(weight_OI, segments, name)
     if format_name == "nvfp4":
         packed, reach = rounded(weight_OI, rows, rounding)
     elif format_name == "mxfp4":
         packed, reach = mxfp4.rounded(weight_OI, rows, rounding)
+    elif format_name == "fp8":
+        packed, reach = fp8.rounded(weight_OI, rows)
     else:
         packed, reach = nf4.rounded(weight_OI, rows, doubly=format_name == "nf4_dq")
     # Asked last: the answer waits for the device, which has all passes to do by then.
@@ -113,16 +116,9 @@ def _largest(weight, reach, count, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _e4m3(value):
-    """(byte, its value) nearest to each float32 in [0, 448], ties to even; a byte of 0 becomes 0.125 (byte 32)."""
-    bits = value.to(tl.int32, bitcast=True)
-    rounded = (bits + 0x7FFFF + ((bits >> 20) & 1)) & ~0xFFFFF
-    normal = (rounded >> 20) - ((127 - 7) << 3)
-    # Below 2^-6 the numbers are multiples of 2^-9; adding and subtracting 1.5 * 2^23 rounds to integers.
-    steps = (value * 512.0 + 12582912.0) - 12582912.0
-    small = value < 0.015625
-    byte = tl.where(small, steps.to(tl.int32), normal)
-    exact = tl.where(small, steps * (1.0 / 512.0), rounded.to(tl.float32, bitcast=True))
+def _scale(value):
+    """(byte, its value) of the E4M3 number nearest to each float32 in [0, 448]; a byte of 0 becomes 0.125 (byte 32)."""
+    byte, exact = e4m3(value)
     return tl.where(byte == 0, 32, byte), tl.where(byte == 0, 0.125, exact)
 
 
@@ -199,7 +195,7 @@ def _quantize(
     high = tl.load(weight + places + 8, mask=later, other=0.0).to(tl.float32)
     highest = tl.maximum(tl.max(tl.abs(low), axis=1), tl.max(tl.abs(high), axis=1))
     if TORCHAO:
-        byte, value = _e4m3(tl.minimum(tl.maximum(tl.div_rn(tl.div_rn(highest, 6.0), p), 0.015625), 448.0))
+        byte, value = _scale(tl.minimum(tl.maximum(tl.div_rn(tl.div_rn(highest, 6.0), p), 0.015625), 448.0))
         factor = tl.broadcast_to(tl.div_rn(tl.div_rn(1.0, p), value)[:, None], low.shape)
         # Zeros times an overflowed factor would be NaN; the sign is the weight's own, that of -0, too.
         first_word = words(low, tl.where(low == 0.0, low, low * factor), True)
@@ -207,12 +203,12 @@ def _quantize(
     elif FUSED and (g > 1e-15) & (g < 1e15):
         # Where the magnitudes are so small that the quotient's error is not exact, the scale is 0 whatever it is.
         sixth = _corrected(highest, -6.0, 0.16666667163372040, 1)
-        byte, value = _e4m3(tl.minimum(g * sixth, 448.0))
+        byte, value = _scale(tl.minimum(g * sixth, 448.0))
         step = _corrected(value, -g, tl.div_rn(1.0, g), 2)
         first_word = words(low, _quotient(low, step, True, CORRECTIONS), True)
         second_word = words(high, _quotient(high, step, True, CORRECTIONS), True)
     else:
-        byte, value = _e4m3(tl.minimum(g * tl.div_rn(highest, 6.0), 448.0))
+        byte, value = _scale(tl.minimum(g * tl.div_rn(highest, 6.0), 448.0))
         step = tl.div_rn(value, g)
         first_word = words(low, _quotient(low, step, False, 2), False)
         second_word = words(high, _quotient(high, step, False, 2), False)

@@ -1,5 +1,5 @@
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-"""E2M1 codes of quotients, eight in a word: what the kernels that quantize share.
+"""E2M1 codes of quotients, eight in a word, and E4M3 codes: what the kernels that quantize share.
 
 Legend: N blocks of a program.
 """
@@ -28,3 +28,16 @@ def words(w, quotient, FUSED: tl.constexpr):
     else:
         sign = tl.where(w < 0.0, tl.full((1, 8), 8, tl.uint32) << shift, 0)
     return tl.sum((code << shift) + sign, axis=1) - 0xFB000000
+
+
+@triton.jit
+def e4m3(value):
+    """(byte, its value) of the E4M3 number nearest to each float32 in [0, 448], ties to even."""
+    bits = value.to(tl.int32, bitcast=True)
+    rounded = (bits + 0x7FFFF + ((bits >> 20) & 1)) & ~0xFFFFF
+    normal = (rounded >> 20) - ((127 - 7) << 3)
+    # Below 2^-6 the numbers are multiples of 2^-9; adding and subtracting 1.5 * 2^23 rounds to integers.
+    steps = (value * 512.0 + 12582912.0) - 12582912.0
+    small = value < 0.015625
+    byte = tl.where(small, steps.to(tl.int32), normal)
+    return byte, tl.where(small, steps * (1.0 / 512.0), rounded.to(tl.float32, bitcast=True))
