@@ -22,7 +22,6 @@ import argparse
 import importlib.metadata
 import itertools
 import json
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -38,10 +37,20 @@ from torch import Tensor
 from benchmarks.heads import HEAD_ROWS, HEADS, MEASURED, head_rows
 from benchmarks.linear_cells import Cells, parse_cells
 from benchmarks.linear_peers import PACKAGES, PEERS, Peer, largest_error, require
-from benchmarks.linears import KEPT, Linear, bfloat16, layer, projections, separate
+from benchmarks.linears import (
+    KEPT,
+    Linear,
+    bfloat16,
+    exact_product,
+    floor_seconds,
+    layer,
+    projections,
+    rates,
+    separate,
+)
 from benchmarks.stored import write_result
 from benchmarks.synthetic import SHAPES, normal
-from benchmarks.timing import deciles, device_times, require_gpu
+from benchmarks.timing import deciles, device_times, host_seconds, require_gpu
 from qerl.formats import dequantize
 from qerl.kernels.fp4_linear import AdapterPart, fp4_linear, regimes
 
@@ -94,7 +103,7 @@ class Bench:
         self.rows: list[dict[str, Any]] = []
         self.failed: list[dict[str, str]] = []
         self.not_reached: list[str] = []
-        self.copy_rate, self.matrix_rate = self._rates()
+        self.copy_rate, self.matrix_rate = rates(device)
         self.facts = {
             "kernels": list(kernels),
             "formats": list(formats),
@@ -126,13 +135,7 @@ class Bench:
             exact_OI = dequantize(linear.weights[weight_format], torch.float64)
             for count in sorted({min(count, MOST_CHECKED) for count in tokens}):
                 x_TI = normal(count, linear.weight.shape[1], scale=1.0, device=self.device)
-                reference = x_TI.double() @ exact_OI.T
-                if linear.bias_O is not None:
-                    reference += linear.bias_O.double()
-                for part in linear.parts:
-                    a = part.a_RI[part.rank_start : part.rank_start + rank].double()
-                    h_TR = (x_TI.double() @ a.T).bfloat16().double()
-                    reference[:, part.start : part.stop] += part.scale * h_TR @ part.b_OR.double().T
+                reference = exact_product(linear, x_TI, exact_OI)
                 for kernel in self.kernels:
                     with torch.no_grad():
                         y_TO = packed(kernel, weight_format)(linear, x_TI, linear.parts).double()
@@ -202,7 +205,9 @@ class Bench:
             linear.weight.shape[1]: normal(count, linear.weight.shape[1], scale=1.0, device=self.device)
             for linear in layers[0]
         }
-        floor = 1e6 * sum(self._floor(rows, d_in, rank, count) for rows, d_in in projections(size))
+        floor = 1e6 * sum(
+            floor_seconds(rows, d_in, rank, count, self.copy_rate, self.matrix_rate) for rows, d_in in projections(size)
+        )
         row: dict[str, Any] = {"size": name, "rank": rank, "rows": count, "floor_us": floor, "copies": len(layers)}
         for method, product in methods.items():
             for label, with_adapters in (("base", False), ("lora", True)):
@@ -231,17 +236,10 @@ class Bench:
         cells.append(f"| {row['floor_us'] / ours:.0%} of the floor, {row[f'bf16 {label}']['us'] / ours:.2f}x bf16")
         print("  ".join(cells), flush=True)
 
-    def _floor(self, rows: Sequence[int], d_in: int, rank: int, count: int) -> float:
-        """Seconds: everything read or written once, or all multiplications, whichever takes longer."""
-        d_out = sum(rows)
-        moved = d_out * d_in * 0.5625 + 2 * count * (d_in + d_out) + 2 * rank * (len(rows) * d_in + d_out)
-        products = 2.0 * count * (d_out * d_in + rank * (len(rows) * d_in + d_out))
-        return max(moved / self.copy_rate, products / self.matrix_rate)
-
     def times(self, run: Callable[[], None], calls: int, *, long: bool = False) -> list[float]:
         """Microseconds a call: median, second and eighth decile. `long` calls outlast the start of a graph by far."""
         if self.device.type == "cpu":
-            return deciles([_seconds(run) * 1e6 / calls for _ in range(5)])
+            return deciles([host_seconds(run) * 1e6 / calls for _ in range(5)])
         # A graph's own start, a few microseconds, is spread over many launches.
         repeats = 1 if long else max(1, 16 // calls)
         stream = torch.cuda.Stream()
@@ -252,31 +250,6 @@ class Bench:
                 for _ in range(repeats):
                     run()
         return device_times(graph.replay, calls * repeats)
-
-    def _rates(self) -> tuple[float, float]:
-        """(bytes a second of a copy, operations a second of a bfloat16 matrix product)."""
-        on_cuda = self.device.type == "cuda"
-        source = torch.empty(1 << (30 if on_cuda else 20), dtype=torch.uint8, device=self.device).random_()
-        target = torch.empty_like(source)
-        width = 8192 if on_cuda else 64
-        a, b = (normal(width, width, scale=1.0, device=self.device) for _ in range(2))
-        rates = []
-        for work, run in ((2.0 * source.numel(), lambda: target.copy_(source)), (2.0 * width**3, lambda: a @ b)):
-            for _ in range(3):
-                run()
-            rates.append(work / statistics.median(_seconds(run) for _ in range(10)))
-        return rates[0], rates[1]
-
-
-def _seconds(run: Callable[[], Any]) -> float:
-    """Host clock, device waited for."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    start = time.perf_counter()
-    run()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
 
 
 def main() -> None:

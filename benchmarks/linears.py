@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.synthetic import normal
+from benchmarks.timing import host_seconds
 from qerl.formats import PackedWeight, get_format, tiles
 from qerl.formats.nvfp4 import Nvfp4Format
 from qerl.kernels.fp4_linear import AdapterPart, keep, keeps
@@ -70,16 +72,20 @@ def layer(size: dict[str, Any], rank: int, device: torch.device, formats: Sequen
             if real or device.type == "cpu" or not isinstance(fmt, Nvfp4Format):
                 weights[name] = _held(fmt.for_device(fmt.quantize(dense_OI, segments=segments)), name)
                 continue
-            data = torch.randint(0, 256, fmt.tile_layout.shape(*shape), dtype=torch.uint8, device=device)
-            # Scales between 2^-3 and 2^2.
-            data[..., tiles.CODE_BYTES :] = 152 + data[..., tiles.CODE_BYTES :] % 40
-            tensors = {"tiles": data, "global_scale": torch.full((len(segments),), 2e4, device=device)}
-            packed = PackedWeight(format=fmt.name, shape=shape, tensors=tensors, segments=segments, order="tiles")
-            weights[name] = _held(packed, name)
+            weights[name] = _held(random_weight(fmt, segments, d_in, device), name)
         bias_O = normal(shape[0], scale=1.0, device=device) if index == 0 else None
         parts = adapters(segments, d_in, rank, device) if rank else ()
         found.append(Linear(weights=weights, dense_OI=dense_OI, bias_O=bias_O, parts=parts))
     return found
+
+
+def random_weight(fmt: Nvfp4Format, segments: tuple[int, ...], d_in: int, device: torch.device) -> PackedWeight:
+    """Tiles of random bytes, scales between 2^-3 and 2^2."""
+    shape = (sum(segments), d_in)
+    data = torch.randint(0, 256, fmt.tile_layout.shape(*shape), dtype=torch.uint8, device=device)
+    data[..., tiles.CODE_BYTES :] = 152 + data[..., tiles.CODE_BYTES :] % 40
+    tensors = {"tiles": data, "global_scale": torch.full((len(segments),), 2e4, device=device)}
+    return PackedWeight(format=fmt.name, shape=shape, tensors=tensors, segments=segments, order="tiles")
 
 
 def _held(weight: PackedWeight, name: str) -> PackedWeight:
@@ -98,3 +104,40 @@ def separate(y_TO: Tensor, x_TI: Tensor, parts: Sequence[AdapterPart]) -> Tensor
 
 def bfloat16(linear: Linear, x_TI: Tensor, parts: Sequence[AdapterPart]) -> Tensor:
     return separate(torch.nn.functional.linear(x_TI, linear.dense_OI, linear.bias_O), x_TI, parts)
+
+
+def exact_product(linear: Linear, x_TI: Tensor, exact_OI: Tensor) -> Tensor:
+    """y in float64 with the weight `exact_OI`, bias and adapters; h is rounded to bfloat16, as all kernels round it."""
+    y_TO = x_TI.double() @ exact_OI.T
+    if linear.bias_O is not None:
+        y_TO += linear.bias_O.double()
+    for part in linear.parts:
+        a = part.a_RI[part.rank_start : part.rank_start + part.b_OR.shape[1]].double()
+        h_TR = (x_TI.double() @ a.T).bfloat16().double()
+        y_TO[:, part.start : part.stop] += part.scale * h_TR @ part.b_OR.double().T
+    return y_TO
+
+
+def floor_seconds(
+    segments: Sequence[int], d_in: int, rank: int, count: int, copy_rate: float, matrix_rate: float
+) -> float:
+    """Seconds of a product of `count` rows of x: everything read or written once, or all multiplications, whichever takes longer."""
+    d_out = sum(segments)
+    moved = d_out * d_in * 0.5625 + 2 * count * (d_in + d_out) + 2 * rank * (len(segments) * d_in + d_out)
+    products = 2.0 * count * (d_out * d_in + rank * (len(segments) * d_in + d_out))
+    return max(moved / copy_rate, products / matrix_rate)
+
+
+def rates(device: torch.device) -> tuple[float, float]:
+    """(bytes a second of a copy, operations a second of a bfloat16 matrix product)."""
+    on_cuda = device.type == "cuda"
+    source = torch.empty(1 << (30 if on_cuda else 20), dtype=torch.uint8, device=device).random_()
+    target = torch.empty_like(source)
+    width = 8192 if on_cuda else 64
+    a, b = (normal(width, width, scale=1.0, device=device) for _ in range(2))
+    found = []
+    for work, run in ((2.0 * source.numel(), lambda: target.copy_(source)), (2.0 * width**3, lambda: a @ b)):
+        for _ in range(3):
+            run()
+        found.append(work / statistics.median(host_seconds(run) for _ in range(10)))
+    return found[0], found[1]

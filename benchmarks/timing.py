@@ -45,6 +45,17 @@ def captured(*runs: Callable[[], Any], calls: int = 12) -> list[float]:
     return device_times(graph.replay, calls)
 
 
+def host_seconds(run: Callable[[], Any]) -> float:
+    """Of one run by the host's clock, a device waited for."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    run()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
 def host_times(run: Callable[[], Any], samples: int = 20) -> list[float]:
     """As `device_times`, by the host's clock: for the CPU."""
     times = []

@@ -169,11 +169,16 @@ _IN_FRONT = {
 """Kernel -> the `.cuh` files that its source goes on from; NVRTC is given one text without includes."""
 
 
-def whole_source(name: str, extra: str = "") -> str:
-    """`cuda/name.cu` with what it needs in front of it, and `extra` between them."""
+def source_files(name: str) -> dict[str, str]:
+    """Text of `cuda/name.cu` and of what it needs in front of it, by file, in order."""
     folder = resources.files("qerl.kernels.fp4_linear") / "cuda"
     files = [*(f"{part}.cuh" for part in _IN_FRONT.get(name, ())), f"{name}.cu"]
-    *front, kernel = ((folder / file).read_text(encoding="utf-8") for file in files)
+    return {file: (folder / file).read_text(encoding="utf-8") for file in files}
+
+
+def whole_source(name: str, extra: str = "") -> str:
+    """`cuda/name.cu` with what it needs in front of it, and `extra` between them."""
+    *front, kernel = source_files(name).values()
     return "".join(front) + extra + kernel
 
 
