@@ -214,7 +214,9 @@ class Device:
 
     def _cell(self, cell: Cell, parts: Sequence[Part], until: float) -> None:
         self.tell("step", what="weights", cell=cell, seconds=WEIGHTS_SECONDS)
-        size = self.sizes.setdefault(cell.size, Size(cell.size, self.device))
+        if cell.size not in self.sizes:
+            self.sizes[cell.size] = Size(cell.size, self.device)
+        size = self.sizes[cell.size]
         linears = size.linears(cell.rank)
         inputs = {d_in: normal(cell.rows, d_in, scale=1.0, device=self.device) for _, d_in in size.shapes}
         floors = {
