@@ -159,7 +159,12 @@ class Workspace:
     def _write(target: Tensor, values: np.ndarray) -> None:
         """Copy to the device; on CUDA the host does not wait."""
         source = torch.from_numpy(values)
-        target.copy_(source.pin_memory() if target.is_cuda else source, non_blocking=True)
+        if target.is_cuda:
+            # By numpy, which needs no other thread: torch wakes all of them for more than 32,768 numbers, which takes longer than the copy.
+            pinned = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
+            np.copyto(pinned.numpy(), values)
+            source = pinned
+        target.copy_(source, non_blocking=True)
 
     def full_rows(self, tokens: int) -> int:
         """Rows of so many tokens that the pages hold without any being shared; at least 1."""
