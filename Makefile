@@ -30,7 +30,7 @@ demo: $(RUNTIME)
 	$(PY) -m qerl train configs/demo.yaml run.name=$$name
 
 test: check
-	$(PY) -m pytest -n 2 --dist loadfile
+	$(PY) -m pytest -n 2 --dist worksteal
 
 check: $(DEV)
 	$(PY) -m ruff format --check .

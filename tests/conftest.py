@@ -1,9 +1,11 @@
 """Shared test set-up: thread settings before torch is imported; helper modules beside tests import by their own names."""
 
+import gc
 import os
 import sys
 from pathlib import Path
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 # One thread a test process: the tensors are tiny, and pytest runs one process a core.
@@ -23,6 +25,12 @@ def pytest_configure(config):
         os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 
 
+def pytest_collection_finish(session):
+    """What importing and collecting has made stays to the end: later collections of garbage need not look at it."""
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_runtest_teardown(item):
     """Memory that a test has taken and given up goes back to the device, which other processes test too."""
     if item.get_closest_marker("gpu"):
@@ -30,6 +38,16 @@ def pytest_runtest_teardown(item):
 
         if torch.cuda.is_available() and torch.cuda.memory_reserved() > 2 << 30:
             torch.cuda.empty_cache()
+
+
+@pytest.fixture(scope="module")
+def blank_reports():
+    """Runs in this process end with an empty page: to draw it takes a third of a short run. Tests of reports draw them."""
+    from qerl.metrics.run_dir import RunDir  # not needed to collect tests
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("qerl.train.run.write_report", lambda path: RunDir(path).write_text(RunDir(path).report_path, ""))
+        yield
 
 
 sys.path[:0] = [str(path) for path in sorted(Path(__file__).parent.iterdir()) if path.is_dir()]

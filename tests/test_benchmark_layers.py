@@ -3,11 +3,10 @@
 import importlib
 import json
 import statistics
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from cli_calls import bench
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -54,10 +53,7 @@ def test_kernels_are_told_apart_by_name(module, kernel, layers, captured):
 def test_layers_are_timed_by_format_and_tokens_in_toy_shapes(tmp_path):
     out = tmp_path / "layers.json"
     options = ["--tiny", "--layers", "3", "--shapes", "8x10,3x12/none", "--formats", "bf16,nvfp4,nvfp4+kept"]
-    options += ["--out", str(out)]
-    command = [sys.executable, "-m", "qerl", "bench", "layers", *options]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
+    bench("layers", *options, "--out", out)
     content = json.loads(out.read_text())
     rows = content["rows"]
     # Eight answers share their prompt of 4, three do not.

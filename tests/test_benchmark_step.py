@@ -4,13 +4,12 @@ import importlib
 import json
 import re
 import statistics
-import subprocess
-import sys
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
+from cli_calls import bench
 
 from qerl.errors import KernelUnavailableError
 
@@ -35,10 +34,8 @@ def test_the_step_benchmark_runs_every_kind_of_case_in_toy_shapes(tmp_path):
     (tmp_path / "older.json").write_text(
         json.dumps({"command": "earlier", "note": "N.", "facts": facts, "rows": older})
     )
-    command = [sys.executable, "-m", "qerl", "bench", "step", "--tiny", "--sizes", "7B,32B,1.5B"]
-    command += ["--whole-steps", "3", "--out", str(tmp_path / "step.json"), "--add", str(tmp_path / "older.json")]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
+    options = ["--tiny", "--sizes", "7B,32B,1.5B", "--whole-steps", "3"]
+    bench("step", *options, "--out", tmp_path / "step.json", "--add", tmp_path / "older.json")
     content = json.loads((tmp_path / "step.json").read_text())
     rows = content["rows"]
     assert content["command"] == (
@@ -105,17 +102,17 @@ def test_repeats_that_there_is_no_time_for_are_left_out_and_counted(module, monk
     step = module("step")
     now = [0.0]
     monkeypatch.setattr(step.time, "perf_counter", lambda: now[0])
-    bench = step.Bench(torch.device("cpu"), 100.0, tiny=True, most_new={})
+    timed = step.Bench(torch.device("cpu"), 100.0, tiny=True, most_new={})
 
     def once():
         now[0] += 20
         return now[0]
 
     row = {}
-    assert bench._repeated(3, once, row) == [20, 40, 60] and row == {}
-    bench.reserved = 15
+    assert timed._repeated(3, once, row) == [20, 40, 60] and row == {}
+    timed.reserved = 15
     # A second one would end at 100, and 15 seconds are kept for what comes after.
-    assert bench._repeated(3, once, row) == [80]
+    assert timed._repeated(3, once, row) == [80]
     assert row == {"cut": "1 of 3 were made: there was no time for more"}
 
 
@@ -141,14 +138,14 @@ def test_a_case_that_runs_out_of_memory_under_its_cap_is_not_runnable(module, mo
 
     monkeypatch.setattr(step, "bounded", bounded)
     monkeypatch.setattr(step, "Run", no_room)
-    bench = step.Bench(torch.device("cpu"), 100.0, tiny=True, most_new={})
+    timed = step.Bench(torch.device("cpu"), 100.0, tiny=True, most_new={})
     case = next(case for case in step.CASES if case.cap_gb and case.size == "7B" and case.format == "bf16")
-    bench.run(case)
+    timed.run(case)
     assert asked == [14_000_000_000] and given == []
-    assert "out of memory" in bench.rows["7B bf16 in 14 GB, step of 8 x 2048"]["not runnable"]
+    assert "out of memory" in timed.rows["7B bf16 in 14 GB, step of 8 x 2048"]["not runnable"]
     error = ValueError("another fault")
     with pytest.raises(ValueError, match="another fault"):
-        bench.run(case)
+        timed.run(case)
 
 
 def test_added_rows_keep_their_command_and_commit(module, tmp_path):
@@ -156,6 +153,6 @@ def test_added_rows_keep_their_command_and_commit(module, tmp_path):
     rows = {"7B nvfp4": {"command": "python benchmarks/step.py --only passes", "commit": "a" * 40, "backward": {}}}
     content = {"command": "python benchmarks/step.py --only ''", "environment": {"commit": "b" * 40}, "rows": rows}
     (tmp_path / "one.json").write_text(json.dumps(content))
-    bench = step.Bench(torch.device("cpu"), 1.0, tiny=True, most_new={})
-    bench.add(tmp_path / "one.json")
-    assert bench.rows["7B nvfp4"] == {"torch": None, "device": None} | rows["7B nvfp4"]
+    timed = step.Bench(torch.device("cpu"), 1.0, tiny=True, most_new={})
+    timed.add(tmp_path / "one.json")
+    assert timed.rows["7B nvfp4"] == {"torch": None, "device": None} | rows["7B nvfp4"]

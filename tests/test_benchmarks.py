@@ -12,9 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
-
-from qerl.cli import app
+from cli_calls import bench, qerl
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -22,9 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 def test_the_benchmark_of_linear_layers_checks_and_times_each_kernel(tmp_path):
     heads_of = ("bf16", "fp8", "fp8+natural", "fp8+tiles", "fp8+dense", "nvfp4")
     options = ["--tiny", "--head-formats", *heads_of, "--out", str(tmp_path / "kernels.json")]
-    command = [sys.executable, "-m", "qerl", "bench", "kernels", *options]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
+    bench("kernels", *options)
     rows = json.loads((tmp_path / "kernels.json").read_text())["rows"]
     heads = [row for row in rows if "head" in row]
     assert [row["rows"] for row in heads] == [1, 5]
@@ -69,7 +65,7 @@ def test_cells_of_linear_layers_are_named_one_by_one(kernels):
 def test_cells_that_fail_are_in_the_file_and_the_others_are_measured(kernels, tmp_path, monkeypatch):
     torch.manual_seed(0)
     out = tmp_path / "cells.json"
-    bench = kernels.Bench(torch.device("cpu"), 60.0, ["reference"], ("nvfp4", "nf4"), (), out)
+    cells = kernels.Bench(torch.device("cpu"), 60.0, ["reference"], ("nvfp4", "nf4"), (), out)
     whole = kernels.packed
 
     def wrong(kernel, name):
@@ -78,7 +74,7 @@ def test_cells_that_fail_are_in_the_file_and_the_others_are_measured(kernels, tm
 
     monkeypatch.setattr(kernels, "packed", wrong)
     for text in ("7B/32/3/nf4", "7B/32/3/mxfp4", "7B/0/2/nvfp4,nf4"):
-        bench.measure(kernels.parse_cells(text))
+        cells.measure(kernels.parse_cells(text))
     found = json.loads(out.read_text())
     assert [(row["rank"], row["rows"]) for row in found["rows"]] == [(32, 3), (0, 2)]
     assert {"reference nf4 lora", "bf16 lora"} <= found["rows"][0].keys()
@@ -116,9 +112,7 @@ def test_the_rollout_benchmark_runs_in_toy_shapes(tmp_path):
         "2",
         "--realistic",
     ]
-    command = [sys.executable, "-m", "qerl", "bench", "rollout", *options, "--out", str(out)]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
+    bench("rollout", *options, "--out", out)
     content = json.loads(out.read_text())
     timed = [cell for cell in content["cells"] if "ms_per_step" in cell]
     assert [(cell["format"], cell["head"], cell["noise"], cell["sequences"]) for cell in timed] == [
@@ -149,9 +143,7 @@ def test_answers_on_fewer_rows_are_refilled_put_back_and_computed_in_parts(tmp_p
     out = tmp_path / "rollout.json"
     options = ["--tiny", "--sequences", "", "--calls", "3", "--realistic", "--rows", "8", "--prompt", "60"]
     # A page of 64 tokens is 16,384 bytes in these shapes.
-    command = [sys.executable, "-m", "qerl", "bench", "rollout", *options, "--chunk", "16", "--kv-gb", "auto,1.4e-4"]
-    result = subprocess.run([*command, "--out", str(out)], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
+    bench("rollout", *options, "--chunk", "16", "--kv-gb", "auto,1.4e-4", "--out", out)
     roomy, tight = (cell["realistic"] for cell in json.loads(out.read_text())["cells"])
     assert (roomy["rows"], roomy["prompt_tokens"], roomy["chunk_tokens"], roomy["kv_gb"]) == (8, 60, 16, None)
     for cell in (roomy, tight):
@@ -192,31 +184,15 @@ def test_a_command_is_recorded_without_paths_of_the_machine(module):
 
 
 def test_the_rollout_benchmark_needs_no_file():
-    command = [
-        sys.executable,
-        "-m",
-        "qerl",
-        "bench",
-        "rollout",
-        "--tiny",
-        "--sequences",
-        "2,3",
-        "--calls",
-        "1",
-        "--bare",
-    ]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
-    found = re.findall(r"7B nvfp4 +head bf16 off +(\d+) sequences +([\d.]+) ms", result.stdout)
+    printed = bench("rollout", "--tiny", "--sequences", "2,3", "--calls", "1", "--bare")
+    found = re.findall(r"7B nvfp4 +head bf16 off +(\d+) sequences +([\d.]+) ms", printed)
     assert [sequences for sequences, _ in found] == ["2", "3"]
     assert all(float(ms) > 0 for _, ms in found)
 
 
 def test_steps_are_timed_by_context_and_rank_in_toy_shapes(tmp_path):
     out = tmp_path / "curves.json"
-    command = [sys.executable, "-m", "qerl", "bench", "curves", "--tiny", "--out", str(out)]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
+    bench("curves", "--tiny", "--out", out)
     cells = json.loads(out.read_text())["cells"]
     assert [(cell["rank"], cell["rows"], cell["context"]) for cell in cells] == [
         (32, 3, 20),
@@ -233,21 +209,7 @@ def test_steps_are_timed_by_context_and_rank_in_toy_shapes(tmp_path):
 
 def test_greedy_answers_leave_those_of_transformers_in_bfloat16_only(tmp_path):
     out = tmp_path / "divergence.json"
-    command = [
-        sys.executable,
-        "-m",
-        "qerl",
-        "bench",
-        "divergence",
-        "--prompts",
-        "16",
-        "--answer",
-        "24",
-        "--device",
-        "cpu",
-    ]
-    result = subprocess.run([*command, "--out", str(out)], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
+    bench("divergence", "--prompts", "16", "--answer", "24", "--device", "cpu", "--out", out)
     rows = json.loads(out.read_text())["rows"]
     assert [(row["format"], row["dtype"]) for row in rows] == [
         (name, dtype) for dtype in ("bfloat16", "float32") for name in ("bf16", "nvfp4")
@@ -266,32 +228,19 @@ def test_greedy_answers_leave_those_of_transformers_in_bfloat16_only(tmp_path):
 
 def test_rounding_of_keys_and_values_is_compared_by_format(tmp_path):
     out = tmp_path / "kv_formats.json"
-    command = [sys.executable, "-m", "qerl", "bench", "kv_formats", "demo", "--out", str(out)]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
+    bench("kv_formats", "demo", "--out", out)
     kl = {row["format"]: row["kl"] for row in json.loads(out.read_text())["rows"]}
     assert 0 < kl["bfloat16"] < kl["fp8_values"] < kl["fp8"]
 
 
 def test_small_adapters_are_lost_where_a_product_is_rounded_before_they_are_added(tmp_path):
     out = tmp_path / "young_adapters.json"
-    command = [sys.executable, "-m", "qerl", "bench", "young_adapters", "--out", str(out)]
-    result = subprocess.run(
-        [*command, "demo", "--sizes", "1e-5", "1e-3", "1"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert result.returncode == 0, result.stderr
+    bench("young_adapters", "--out", out, "demo", "--sizes", "1e-5", "1e-3", "1")
     small, middle, large = json.loads(out.read_text())["rows"]
     assert all(abs(row[f"share_{way}"] - 1) < 0.1 for row in (small, large) for way in ("sum", "apart"))
     assert small["share_rounded"] < 0.2 and large["share_rounded"] > 0.9
     assert middle["effect_sum"] > 0 and 0 < small["between_mean_abs_dp"] < small["between_mean_abs_dlogp"]
-    result = subprocess.run(
-        [*command, "--products", "--device", "cpu", "--rows", "20"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
+    bench("young_adapters", "--out", out, "--products", "--device", "cpu", "--rows", "20")
     rows = json.loads(out.read_text())["rows"]
     assert [(row["rows"], row["outputs"]) for row in rows][:2] == [(20, 960), (20, 3072)]
     # A CPU's products round once, or the sum before what is added.
@@ -299,13 +248,13 @@ def test_small_adapters_are_lost_where_a_product_is_rounded_before_they_are_adde
 
 
 def test_a_benchmark_that_does_not_exist_is_refused_with_the_nearest_name():
-    result = CliRunner().invoke(app, ["bench", "stepp"])
+    result = qerl("bench", "stepp")
     assert result.exit_code == 2
     assert "Did you mean step?" in result.stderr
 
 
 def test_what_benchmarks_share_is_not_offered_as_one():
-    result = CliRunner().invoke(app, ["bench", "synthetic"])
+    result = qerl("bench", "synthetic")
     assert result.exit_code == 2
     offered = result.stderr.split("expected one of")[1].split(".")[0]
     assert "kernels" in offered and "rollout" in offered and "synthetic" not in offered and "timing" not in offered

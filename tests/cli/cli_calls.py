@@ -1,5 +1,6 @@
 """Calls of the command line inside the test process, and settings that make them take seconds."""
 
+import sys
 from pathlib import Path
 
 from typer.testing import CliRunner
@@ -34,3 +35,13 @@ def refused(*arguments: str | Path) -> str:
     assert result.stdout == ""
     assert "Traceback" not in result.stderr
     return " ".join(result.stderr.split())
+
+
+def bench(*arguments: str | Path) -> str:
+    """What ``qerl bench`` prints; it has the process's arguments and search path for its own, which come back."""
+    path, given = sys.path[:], sys.argv
+    sys.modules.pop(f"benchmarks.{arguments[0]}", None)  # runpy warns of a module that another test has imported
+    try:
+        return ok("bench", *arguments)
+    finally:
+        sys.path[:], sys.argv = path, given

@@ -28,6 +28,8 @@ from qerl.train.resume import load_checkpoint
 from qerl.train.run import train
 from qerl.train.session import open_session
 
+pytestmark = pytest.mark.usefixtures("blank_reports")
+
 ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = (
     "model.path=demo",

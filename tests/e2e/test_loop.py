@@ -17,6 +17,8 @@ from qerl.model.aqn import NoiseState
 from qerl.rollout.engine import Engine
 from qerl.train.run import train
 
+pytestmark = pytest.mark.usefixtures("blank_reports")
+
 BASE = [
     "model.path=demo",
     "model.dtype=float32",

@@ -1,8 +1,10 @@
 """The CUDA sources compile for every architecture that is claimed, without spilling; the cache and its errors."""
 
+import hashlib
 import re
 import shutil
 import subprocess
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -81,16 +83,27 @@ def test_the_second_time_nothing_is_compiled(tmp_path, monkeypatch):
     assert compile_source("probe", "sm_90a", {}) == code
 
 
+def assembler_report(text: str, macros: dict[str, int], target: str, folder: Path) -> str:
+    """What the assembler says of registers and spills. Kept beside the machine code: only a change is compiled again."""
+    flags = ["-cubin", target, "-Xptxas", "-v", *(f"-D{key}={value}" for key, value in macros.items())]
+    key = hashlib.sha256("\0".join((text, *flags, compiler.Nvcc("nvcc").version)).encode()).hexdigest()[:24]
+    kept = compiler.cache_folder() / f"report-{key}.txt"
+    if kept.exists():
+        return kept.read_text(encoding="utf-8")
+    source = folder / "source.cu"
+    source.write_text(text, encoding="utf-8")
+    command = ["nvcc", *flags, "-o", str(folder / "out"), str(source)]
+    report = subprocess.run(command, capture_output=True, check=True).stderr
+    compiler._write(kept, report)
+    return report.decode()
+
+
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="the resource report needs nvcc")
 @pytest.mark.parametrize("columns", [1, 4])
 @pytest.mark.parametrize("name", TILED)
 def test_the_decode_loop_keeps_its_values_in_registers(name, columns, tmp_path):
     """Two registers outside the loop, stored in a few places, are let through; an array in local memory would be hundreds of bytes."""
-    source = tmp_path / "decode.cu"
-    source.write_text(whole_source("decode"), encoding="utf-8")
-    macros = [f"-D{key}={value}" for key, value in decode_macros(columns, 8, name).items()]
-    command = ["nvcc", "-cubin", "-arch=sm_90", "-Xptxas", "-v", *macros, "-o", str(tmp_path / "out"), str(source)]
-    report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    report = assembler_report(whole_source("decode"), decode_macros(columns, 8, name), "-arch=sm_90", tmp_path)
     assert int(re.search(r"(\d+) bytes spill stores", report)[1]) <= 32
 
 
@@ -100,12 +113,8 @@ def test_the_decode_loop_keeps_its_values_in_registers(name, columns, tmp_path):
 def test_the_middle_kernel_expands_weights_while_products_are_under_way(name, tokens, row_tiles, tmp_path):
     """The assembler says when it makes products wait for one another; and sums of 128 registers leave little for the end of a tile."""
     shape = middle.choose(tokens, row_tiles, 56, DEVICE, name)
-    source = tmp_path / "middle.cu"
-    source.write_text(whole_source("middle", middle.wgmma_source(shape.tokens)), encoding="utf-8")
-    macros = [f"-D{key}={value}" for key, value in middle.macros(shape).items()]
-    target = ["-gencode=arch=compute_90a,code=sm_90a", "-Xptxas", "-v"]
-    command = ["nvcc", "-cubin", *target, *macros, "-o", str(tmp_path / "out"), str(source)]
-    report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    text = whole_source("middle", middle.wgmma_source(shape.tokens))
+    report = assembler_report(text, middle.macros(shape), "-gencode=arch=compute_90a,code=sm_90a", tmp_path)
     assert "serialized" not in report
     assert int(re.search(r"(\d+) bytes spill stores", report)[1]) <= 256
 

@@ -195,7 +195,7 @@ def small_tiles(monkeypatch):
 
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("wanted", ["logprobs", "both", "head and bias", "packed"])
-@pytest.mark.parametrize(("tokens", "vocabulary", "temperature"), [(3, 150, 1.0), (70, 129, 0.7), (200, 70, 1.3)])
+@pytest.mark.parametrize(("tokens", "vocabulary", "temperature"), [(3, 150, 1.0), (70, 129, 0.7), (130, 70, 1.3)])
 def test_log_probs_and_gradients(wanted, tokens, vocabulary, temperature):
     """Against the reference in float64. The head is large, so that some tokens are almost certain and maxima rise late."""
     width = 32
