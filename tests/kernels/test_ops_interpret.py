@@ -187,6 +187,9 @@ def test_a_table_with_a_row_a_token_needs_no_positions():
     assert all(torch.equal(*pair) for pair in zip(by_position, by_token, strict=True))
 
 
+WANTED = ("logprobs", "both", "head and bias", "packed")
+
+
 @pytest.fixture
 def small_tiles(monkeypatch):
     monkeypatch.setattr(logprobs_triton, "TILE_ROWS", 64)
@@ -194,8 +197,15 @@ def small_tiles(monkeypatch):
 
 
 @pytest.mark.usefixtures("small_tiles")
-@pytest.mark.parametrize("wanted", ["logprobs", "both", "head and bias", "packed"])
-@pytest.mark.parametrize(("tokens", "vocabulary", "temperature"), [(3, 150, 1.0), (70, 129, 0.7), (130, 70, 1.3)])
+@pytest.mark.parametrize(
+    ("tokens", "vocabulary", "temperature", "wanted"),
+    [
+        *((*shape, wanted) for shape in ((3, 150, 1.0), (70, 129, 0.7)) for wanted in WANTED),
+        *(
+            (130, 70, 1.3, wanted) for wanted in ("head and bias", "packed")
+        ),  # what has every gradient, and of a packed head
+    ],
+)
 def test_log_probs_and_gradients(wanted, tokens, vocabulary, temperature):
     """Against the reference in float64. The head is large, so that some tokens are almost certain and maxima rise late."""
     width = 32

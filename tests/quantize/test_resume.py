@@ -41,6 +41,15 @@ def stop_after(groups):
     return progress
 
 
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory):
+    """What a run leaves that ended in the second layer."""
+    out = tmp_path_factory.mktemp("killed") / "out"
+    with pytest.raises(KeyboardInterrupt):
+        quantize_checkpoint(DEMO, out, progress=stop_after(5), **SETTINGS)
+    return out.with_name("out.partial")
+
+
 @pytest.mark.parametrize("groups", [1, 5, 8])
 def test_a_run_that_was_killed_goes_on_to_the_same_bytes(whole, tmp_path, groups):
     """In the first layer; in the second; after the last group and before its layer was kept."""
@@ -67,11 +76,8 @@ def test_a_run_that_was_killed_while_joining_goes_on(whole, tmp_path, monkeypatc
     assert files(out) == whole
 
 
-def test_a_half_written_layer_does_not_count(whole, tmp_path):
-    out = tmp_path / "out"
-    with pytest.raises(KeyboardInterrupt):
-        quantize_checkpoint(DEMO, out, progress=stop_after(5), **SETTINGS)
-    left = tmp_path / "out.partial"
+def test_a_half_written_layer_does_not_count(whole, killed, tmp_path):
+    out, left = tmp_path / "out", shutil.copytree(killed, tmp_path / "out.partial")
     (left / "layer-00001.safetensors").write_bytes(b"half")
     (left / "layer-00001.safetensors.new.part").write_bytes(b"half")
     quantize_checkpoint(DEMO, out, **SETTINGS)
@@ -89,11 +95,8 @@ def test_a_half_written_layer_does_not_count(whole, tmp_path):
         ({"shard_bytes": 1000}, "shard_bytes"),
     ],
 )
-def test_other_settings_do_not_go_on_from_it(tmp_path, change, named):
-    out = tmp_path / "out"
-    with pytest.raises(KeyboardInterrupt):
-        quantize_checkpoint(DEMO, out, progress=stop_after(5), **SETTINGS)
-    before = files(tmp_path / "out.partial")
+def test_other_settings_do_not_go_on_from_it(killed, tmp_path, change, named):
+    out, before = tmp_path / "out", files(shutil.copytree(killed, tmp_path / "out.partial"))
     with pytest.raises(CheckpointError, match=f"interrupted run with another {named}.*remove that folder"):
         quantize_checkpoint(DEMO, out, **{**SETTINGS, **change})
     assert files(tmp_path / "out.partial") == before, "the interrupted run is left as it is"
