@@ -7,7 +7,7 @@ beside the weight's, h beside x (and the other way round in the backward pass), 
     y = (x V^T) / G + c,                                 c = bias + scale * B h,           h = round(A x)
 
 Outputs in bfloat16 are made in the first way: a young adapter adds less than half of their spacing, which one rounding of the whole sum keeps on average
-and a rounding of x V^T before it is added would lose; what cuBLAS does with an output that it is to add to is its own choice. Float32 outputs are made in whichever way moves fewer bytes.
+and a rounding of x V^T before it is added loses, which is what cuBLAS does with a bfloat16 output that it is to add to. Float32 outputs are made in whichever way moves fewer bytes.
 
 cuBLAS is told to add partial sums in float32.
 """
