@@ -316,9 +316,14 @@ def layer_cases(device: str) -> Iterator[Case]:
         )
     for inputs in (192, 100):
         yield Case(
-            f"quantize nf4, {inputs} inputs",
-            lambda i=inputs: quantize(given.normal(33, i), "nf4"),
-            ("quantize.nf4._quantize_nf4",),
+            f"quantize nf4, scales too, {inputs} inputs",
+            lambda i=inputs: quantize(given.normal(33, i), "nf4_dq"),
+            _both("quantize.nf4", "_quantize_nf4", "_quantize_scales"),
+        )
+        yield Case(
+            f"quantize fp8, {inputs} inputs",
+            lambda i=inputs: quantize(given.normal(33, i), "fp8"),
+            ("quantize.fp8._quantize_fp8",),
         )
     yield Case(
         "quantize nvfp4 as torchao does",
