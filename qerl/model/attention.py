@@ -23,7 +23,7 @@ from qerl.kernels.attention import (
     packed_attention,
     repeat_prefixes,
 )
-from qerl.kernels.rope import HeadBias, HeadNorms, rope
+from qerl.kernels.rope import CachePlaces, HeadBias, HeadNorms, rope
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,10 +63,20 @@ class Rotary:
     output_dtype: torch.dtype | None = None
     """Of attention's output; that of q when not given."""
 
-    def split(self, qkv_TX: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(q [T, H, d], k [T, K, d], v [T, K, d]), rotated. Differentiable."""
-        shape = self.heads, self.kv_heads
-        return rope(qkv_TX, None, self.cos_Td, self.sin_Td, *shape, norms=self.norms, bias=self.bias, dtype=self.dtype)
+    def split(self, qkv_TX: Tensor, stored: CachePlaces | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """(q [T, H, d], k [T, K, d], v [T, K, d]), rotated; k and v are stored as well, if asked. Differentiable otherwise."""
+        return rope(
+            qkv_TX,
+            None,
+            self.cos_Td,
+            self.sin_Td,
+            self.heads,
+            self.kv_heads,
+            norms=self.norms,
+            bias=self.bias,
+            dtype=self.dtype,
+            stored=stored,
+        )
 
 
 class AttentionContext(Protocol):
@@ -103,6 +113,7 @@ class PackedSequences:
             between samples or between prompt and answer.
         prompt_lengths_S: int64 [S].
         shared: which sequences continue which; the samples are then fewer than the sequences. None: each sample is one sequence.
+        lengths: tokens of each sequence, where the host knows them; else the device is asked, which waits for it.
     """
 
     def __init__(
@@ -113,11 +124,13 @@ class PackedSequences:
         sample_keys_S: Tensor | None = None,
         prompt_lengths_S: Tensor | None = None,
         shared: SharedPrompts | None = None,
+        lengths: tuple[int, ...] | None = None,
     ):
         self.cu_seqlens_S1 = cu_seqlens_S1
         self.shared = shared
-        # Asked of the device once a pack, and not once a layer.
-        self.lengths = tuple(cu_seqlens_S1.diff().tolist())
+        # Asked of the device, and given the type that kernels take, once a pack and not once a layer.
+        self.lengths = tuple(cu_seqlens_S1.diff().tolist()) if lengths is None else lengths
+        self._bounds_S1 = cu_seqlens_S1.int()
         self.positions_T = packed_positions(cu_seqlens_S1) if positions_T is None else positions_T
         self.samples: SampleRows | None = None
         if sample_keys_S is not None and prompt_lengths_S is not None:
@@ -145,10 +158,10 @@ class PackedSequences:
         """Attention output [T, H, d] of heads that are rotated already."""
         scale = q_THd.shape[-1] ** -0.5
         if self.shared is None:
-            return packed_attention(q_THd, k_TKd, v_TKd, self.cu_seqlens_S1, scale, lengths=self.lengths)
+            return packed_attention(q_THd, k_TKd, v_TKd, self._bounds_S1, scale, lengths=self.lengths)
         k_UKd, v_UKd = repeat_prefixes(k_TKd, v_TKd, self.shared.repeats)
         keys = self.shared.keys
-        return packed_attention(q_THd, k_UKd, v_UKd, self.cu_seqlens_S1, scale, lengths=self.lengths, keys=keys)
+        return packed_attention(q_THd, k_UKd, v_UKd, self._bounds_S1, scale, lengths=self.lengths, keys=keys)
 
 
 def packed_positions(cu_seqlens_S1: Tensor) -> Tensor:

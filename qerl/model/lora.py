@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from qerl.kernels import philox
-from qerl.kernels.fp4_linear import AdapterPart
+from qerl.kernels.fp4_linear import AdapterPart, AdapterParts
 
 INIT_STREAM = "lora_init"
 
@@ -63,15 +63,25 @@ class LoraGroup(nn.Module):
         """All of them: a tuple, since modules and lists of modules take the host as long as a launch to name what they hold."""
         self._copies: dict[torch.dtype, tuple[Tensor, ...]] = {}
         self._states: dict[torch.dtype, list[tuple[int, int]]] = {}
+        self._parts: dict[torch.dtype, AdapterParts] = {}
+        """Of copies, which keep their place."""
 
-    def adapter_parts(self, dtype: torch.dtype) -> tuple[AdapterPart, ...]:
+    def adapter_parts(self, dtype: torch.dtype) -> AdapterParts:
         """The adapters in compute type ``dtype``, one part a targeted projection; all share one stacked A.
 
         Where that is not the masters' own type, the tensors are copies that keep their place; those of masters that changed since
         the last call are refreshed. Gradients reach the masters.
         """
-        a_RI, *b_OR = self._current(dtype)
-        return tuple(
+        tensors = self._current(dtype)
+        if tensors is not self._copies.get(dtype):
+            return self._parts_of(tensors)
+        if dtype not in self._parts:
+            self._parts[dtype] = self._parts_of(tensors)
+        return self._parts[dtype]
+
+    def _parts_of(self, tensors: tuple[Tensor, ...]) -> AdapterParts:
+        a_RI, *b_OR = tensors
+        return AdapterParts(
             AdapterPart(
                 start=start,
                 stop=stop,
@@ -94,11 +104,14 @@ class LoraGroup(nn.Module):
         Args:
             force: also copies whose master shows no change, for updates that torch does not count (through ``.data``).
         """
+        found = [(master.data_ptr(), master._version) for master in self._masters]
         for dtype, copies in self._copies.items():
+            known = self._states[dtype]
+            if known == found and not force:
+                continue
             for index, (master, copy) in enumerate(zip(self._masters, copies, strict=True)):
-                state = (master.data_ptr(), master._version)
-                if force or self._states[dtype][index] != state:
-                    self._states[dtype][index] = state
+                if force or known[index] != found[index]:
+                    known[index] = found[index]
                     yield copy, master.detach()
 
     def copies(self) -> tuple[Tensor, ...]:

@@ -19,6 +19,7 @@ from qerl.kernels.attention import KeySpans, packed_attention
 from qerl.kernels.cached_attention import CacheRows, SharedPages, cached_attention
 from qerl.kernels.cached_attention.storage import raw, write
 from qerl.kernels.cuda import LentMemory
+from qerl.kernels.rope import CachePlaces
 from qerl.model.attention import PackedSequences, Rotary, SampleRows
 
 
@@ -114,7 +115,8 @@ class PrefillContext:
     Args:
         cache: where to.
         packed: bounds and positions of the prompts.
-        source_M: int64 [M], token of the pass; a token that several rows store occurs once for each.
+        source_M: int64 [M], token of the pass: all of them in their order, and behind them once more for each further place a token that several
+            rows store.
         place_M: int64 [M], where it goes (page * L + offset).
         earlier_L: where the pass is a part of one prompt and not its first: int64, places of all tokens up to the last of the pass.
     """
@@ -132,14 +134,19 @@ class PrefillContext:
         self._cache, self._packed = cache, packed
         self._source_M, self._place_M, self._earlier_L = source_M, place_M, earlier_L
         if earlier_L is not None:
-            bounds_2 = torch.tensor([0, len(earlier_L)], device=earlier_L.device)
+            bounds_2 = torch.arange(0, len(earlier_L) + 1, len(earlier_L), dtype=torch.int32, device=earlier_L.device)
             self._keys = KeySpans(cu_keys_S1=bounds_2, lengths=(len(earlier_L),))
 
     def attend(self, layer: int, qkv_TX: Tensor, rotary: Rotary) -> Tensor:
         """Output of attention, [T, H, d]."""
-        q_THd, k_TKd, v_TKd = rotary.split(qkv_TX)
-        k_MKd, v_MKd = (values.index_select(0, self._source_M) for values in (k_TKd, v_TKd))
-        self._cache.write(layer, k_MKd, v_MKd, self._place_M)
+        k_PLKd, v_PLKd = self._cache.slabs[layer]
+        if k_PLKd.dtype == v_PLKd.dtype == (rotary.dtype or qkv_TX.dtype):
+            places = CachePlaces(k_PLKd=k_PLKd, v_PLKd=v_PLKd, source_M=self._source_M, place_M=self._place_M)
+            q_THd, k_TKd, v_TKd = rotary.split(qkv_TX, places)
+        else:
+            q_THd, k_TKd, v_TKd = rotary.split(qkv_TX)
+            k_MKd, v_MKd = (values.index_select(0, self._source_M) for values in (k_TKd, v_TKd))
+            self._cache.write(layer, k_MKd, v_MKd, self._place_M)
         output_dtype = rotary.output_dtype or q_THd.dtype
         if self._earlier_L is None:
             return self._packed.attend_heads(q_THd, k_TKd, v_TKd).to(output_dtype)

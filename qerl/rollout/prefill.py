@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Items
 
 import numpy as np
-import torch
 
 from qerl.model.aqn import Noise
 from qerl.model.attention import PackedSequences
@@ -20,7 +19,7 @@ from qerl.records import Prompt
 from qerl.rollout.kv_cache import PrefillContext
 from qerl.rollout.pages import PageBook
 from qerl.rollout.row_noise import DecodeNoise
-from qerl.rollout.row_state import on_device
+from qerl.rollout.row_state import all_on_device, on_device
 from qerl.rollout.scheduler import Start
 from qerl.rollout.sequence import Sequence
 from qerl.rollout.transcript import Transcript
@@ -112,35 +111,48 @@ class Prefill:
         cache, device = self._workspace.cache, self._workspace.device
         heads = [start.sequences[0] for start in fresh]
         tokens: list[int] = []
-        positions, bounds, sources, places = [], [0], [], []
-        earlier_L = None
+        positions, bounds, earlier = [], [0], np.zeros(0, dtype=np.int64)
+        # Places of all tokens in their order, and further places of some.
+        places, more_sources, more_places = [], [], []
         for start, head in zip(fresh, heads, strict=True):
             taken = part or slice(0, start.prefill_tokens)
-            targets = self._targets(start)
-            if taken.start:
-                earlier_L = torch.from_numpy(targets[0][1][: taken.stop]).to(device)
-            for wanted, place in targets:
+            (_, first_places), *others = self._targets(start)
+            earlier = first_places[: taken.stop] if taken.start else earlier
+            places.append(first_places[taken])
+            for wanted, place in others:
                 inside = (wanted >= taken.start) & (wanted < taken.stop)
-                sources.append(bounds[-1] - taken.start + wanted[inside])
-                places.append(place[inside])
+                more_sources.append(bounds[-1] - taken.start + wanted[inside])
+                more_places.append(place[inside])
             tokens.extend(self._known(head)[taken])
             positions.append(np.arange(taken.start, taken.stop))
             bounds.append(len(tokens))
-        keys_S = prompts_S = None
-        if self._noise is not None and self._noise.by_sample:
-            keys_S = torch.tensor([head.sample_key for head in heads], device=device)
-            prompts_S = torch.tensor([head.prompt_length for head in heads], device=device)
-        positions_T, source_M, place_M = (
-            torch.from_numpy(np.concatenate(parts)).to(device) for parts in (positions, sources, places)
+        by_sample = self._noise is not None and self._noise.by_sample
+        # One copy, which the host does not wait for: what it tells the device next is on its way while steps that were told before still run.
+        tokens_T, positions_T, bounds_S1, source_M, place_M, earlier_L, keys_S, prompts_S = all_on_device(
+            (
+                np.array(tokens, dtype=np.int64),
+                np.concatenate(positions),
+                np.array(bounds),
+                np.concatenate([np.arange(len(tokens)), *more_sources]),
+                np.concatenate([*places, *more_places]),
+                earlier,
+                np.array([head.sample_key for head in heads if by_sample], dtype=np.int64),
+                np.array([head.prompt_length for head in heads if by_sample], dtype=np.int64),
+            ),
+            device,
         )
         packed = PackedSequences(
-            torch.tensor(bounds, device=device), positions_T, sample_keys_S=keys_S, prompt_lengths_S=prompts_S
+            bounds_S1,
+            positions_T,
+            sample_keys_S=keys_S if by_sample else None,
+            prompt_lengths_S=prompts_S if by_sample else None,
+            lengths=tuple(np.diff(bounds).tolist()),
         )
         # Without noise, not with noise times zero: keys and values of clean prompts are those of no noise.
         clean = self._noise is not None and self._noise.state.prompt == "clean" and not heads[0].answered
         self._workspace.model(
-            torch.tensor(tokens, device=device),
-            PrefillContext(cache, packed, source_M, place_M, earlier_L),
+            tokens_T,
+            PrefillContext(cache, packed, source_M, place_M, earlier_L if len(earlier) else None),
             noise=None if clean else self._noise,
             adapters=self._adapters,
         )

@@ -95,7 +95,7 @@ def test_every_shape_agrees_with_float64(rows):
         natural, _, weight = pair("nvfp4", segments, d_in)
         parts, bias, x = adapters_of(segments, d_in, 32), cuda(sum(segments), seed=9), cuda(rows, d_in)
         placements, a, b = flatten(parts)
-        pieces = kept.pieces_of(weight, placements, dense.row_alphas(weight))
+        pieces = kept.pieces_of(weight.segments, placements, dense.row_alphas(weight))
         for shape in kept.SHAPES:
             if all(piece.stop % shape.columns == 0 for piece in pieces[:-1]):
                 for splits in (1, 3):

@@ -70,7 +70,7 @@ def test_products_agree_with_float64(counters, segments, d_in, rank, members, to
     x, values, bias, weight, parts = case(segments, d_in, rank, members, tokens)
     placements, a, b = flatten(parts)
     alphas = ALPHAS[: len(segments)]
-    pieces = pieces_of(weight, placements, alphas)
+    pieces = pieces_of(weight.segments, placements, alphas)
     exact = x.double() @ values.double().T
     exact *= torch.cat([torch.full((n,), alpha).double() for n, alpha in zip(segments, alphas, strict=True)])
     exact += bias.double()
@@ -87,7 +87,7 @@ def test_products_agree_with_float64(counters, segments, d_in, rank, members, to
 def test_one_row_is_read_whatever_torch_says_of_its_way_to_the_next(counters):
     x, values, _, weight, _ = case((64,), 72, 0, (), 1)
     odd = x.as_strided((1, 72), (1, 1))
-    pieces = pieces_of(weight, (), (1.0,))
+    pieces = pieces_of(weight.segments, (), (1.0,))
     y = [
         kept.run(one, values, None, pieces, (), [], [], Shape(16, 32, 64, 2, 4), dtype=torch.float32)
         for one in (x, odd)
@@ -98,10 +98,13 @@ def test_one_row_is_read_whatever_torch_says_of_its_way_to_the_next(counters):
 def test_pieces_end_where_the_divisor_or_the_adapter_changes():
     *_, weight, parts = case((64, 32, 32), 64, 8, (0, 2), 1)
     placements, _, _ = flatten(parts)
-    assert pieces_of(weight, placements, (0.5, 0.5, 0.5)) == (
+    assert pieces_of(weight.segments, placements, (0.5, 0.5, 0.5)) == (
         Piece(64, 0.5, 0),
         Piece(96, 0.5, NO_ADAPTER),
         Piece(128, 0.5, 1),
     )
-    assert pieces_of(weight, (), (0.5, 0.5, 0.25)) == (Piece(96, 0.5, NO_ADAPTER), Piece(128, 0.25, NO_ADAPTER))
-    assert pieces_of(weight, (*placements, placements[0]), (0.5, 0.5, 0.5)) is None, "two adapters of one row"
+    assert pieces_of(weight.segments, (), (0.5, 0.5, 0.25)) == (
+        Piece(96, 0.5, NO_ADAPTER),
+        Piece(128, 0.25, NO_ADAPTER),
+    )
+    assert pieces_of(weight.segments, (*placements, placements[0]), (0.5, 0.5, 0.5)) is None, "two adapters of one row"

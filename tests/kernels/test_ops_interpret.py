@@ -16,6 +16,7 @@ from qerl.kernels.philox import triton as philox_triton
 from qerl.kernels.rms_norm import TableNoise, noise_values
 from qerl.kernels.rms_norm import reference as norm_reference
 from qerl.kernels.rms_norm import triton as norm_triton
+from qerl.kernels.rope import CachePlaces
 from qerl.kernels.rope import reference as rope_reference
 from qerl.kernels.rope import triton as rope_triton
 from qerl.kernels.token_logprobs import reference as logprobs_reference
@@ -162,6 +163,27 @@ def test_the_rotation_of_float32_into_float16(form):
     torch.testing.assert_close(results[0][:3], results[1][:3], rtol=2**-10, atol=3e-6)
     assert all((one != other).float().mean() < 0.02 for one, other in zip(*(r[:3] for r in results), strict=True))
     torch.testing.assert_close(results[0][3], results[1][3], rtol=1e-5, atol=3e-6)
+
+
+@pytest.mark.parametrize("form", ["plain", "bias"])
+def test_rotated_keys_and_values_are_stored_in_a_cache_as_they_are_returned(form):
+    """Tokens 1 and 2 go to a further place each; the rest of the cache stays what it was."""
+    tokens, heads, kv_heads, size = 4, 7, 2, 12
+    bias, tables = head_bias(heads, kv_heads, size) if form == "bias" else None, rotation(tokens, size)
+    source_M, place_M = torch.tensor([0, 1, 2, 3, 2, 1]), torch.tensor([7, 0, 3, 14, 9, 6])
+    qkv = random(tokens, (heads + 2 * kv_heads) * size)
+    with torch.no_grad():
+        for kernel in (rope_triton, rope_reference):
+            slabs = [random(5, 3, kv_heads, size, seed=seed).half() for seed in (5, 6)]
+            expected = [slab.clone() for slab in slabs]
+            stored = CachePlaces(k_PLKd=slabs[0], v_PLKd=slabs[1], source_M=source_M, place_M=place_M)
+            plain = kernel.rope(qkv, None, *tables, heads, kv_heads, None, bias, torch.float16)
+            found = kernel.rope(qkv, None, *tables, heads, kv_heads, None, bias, torch.float16, stored)
+            assert all(torch.equal(*pair) for pair in zip(found, plain, strict=True))
+            for slab, values in zip(expected, plain[1:], strict=True):
+                for source, place in zip(source_M.tolist(), place_M.tolist(), strict=True):
+                    slab[place // 3, place % 3] = values[source]
+            assert all(torch.equal(*pair) for pair in zip(slabs, expected, strict=True))
 
 
 def test_trained_scales_of_head_norms_get_their_gradient(monkeypatch):

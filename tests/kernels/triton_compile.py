@@ -29,7 +29,7 @@ from qerl.kernels.quantize import fp8, mxfp4, nf4
 from qerl.kernels.quantize import triton as quantize
 from qerl.kernels.rms_norm import KeyedNoise, TableNoise
 from qerl.kernels.rms_norm import triton as rms_norm
-from qerl.kernels.rope import HeadBias, HeadNorms
+from qerl.kernels.rope import CachePlaces, HeadBias, HeadNorms
 from qerl.kernels.rope import triton as rope
 from qerl.kernels.sampling import triton as sampling
 from qerl.kernels.token_logprobs import logits
@@ -148,6 +148,10 @@ def calls() -> None:
     torch.autograd.backward(outputs, [torch.zeros_like(output) for output in outputs])
     with torch.no_grad():
         rope.rope(qkv, rows, cos, cos, 4, 1, None, HeadBias(bias_X=qkv[0], shift_Kd=cos[:1]))
+        slabs = [torch.zeros(2, 64, 1, 128, dtype=torch.float16) for _ in range(2)]
+        stored = CachePlaces(k_PLKd=slabs[0], v_PLKd=slabs[1], source_M=rows, place_M=rows)
+        bias = HeadBias(bias_X=qkv[0], shift_Kd=cos[:1])
+        rope.rope(qkv.float(), None, cos, cos, 4, 1, None, bias, torch.float16, stored)
     for given, added in ((norms, None), (None, HeadBias(bias_X=qkv[0], shift_Kd=cos[:1]))):
         leaf = qkv.float().requires_grad_()
         outputs = rope.rope(leaf, None, cos, cos, 4, 1, given, added, torch.float16)

@@ -20,6 +20,7 @@ from qerl.records import SamplingSpec
 from qerl.rollout import row_noise, workspace
 from qerl.rollout import together as together_module
 from qerl.rollout.engine import Engine
+from qerl.rollout.prefill import Prefill
 from qerl.rollout.sampler import answer_uniforms
 from qerl.train.learn import policy_logprobs
 
@@ -300,6 +301,27 @@ def test_adapters_noise_temperature_and_seed_change_without_a_new_capture(qwen2_
     assert len(set(answers)) == 5
     assert captures[0] > 0
     assert sum(captures[1:]) == 0
+
+
+def test_rows_are_filled_again_without_waiting_for_the_device(qwen2_folder, tokenizer, monkeypatch):
+    """The host tells a prefill pass while steps that were told before still run. Float16 attention and copies of weights: the path of a real 0.5B."""
+    model = load(qwen2_folder, torch.bfloat16, float32_stream=True, float16_attention=True)
+    engine, run = Engine(model, tokenizer, max_num_seqs=6), Prefill.run
+    modes = []
+
+    def told(prefill, starts):
+        torch.cuda.set_sync_debug_mode(modes[-1])
+        try:
+            yield from run(prefill, starts)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    monkeypatch.setattr(Prefill, "run", told)
+    # What is made once waits: kernels, divisors of weights.
+    for mode in ("default", "error"):
+        modes.append(mode)
+        _, stats = engine.generate(make_prompts(RAGGED), SPEC, group_size=GROUP)
+    assert stats["refills"] > 0 and stats["prefill_tokens"] > 0
 
 
 def shift_adapters_on_device(model, size):

@@ -55,12 +55,13 @@ def test_size_is_that_of_all_pages():
 def test_prefill_stores_a_prompt_in_every_row_that_shares_it_and_nowhere_else():
     cache = make_cache()
     packed = PackedSequences(torch.tensor([0, 3, 5]))
-    source = torch.tensor([0, 1, 2, 0, 1, 2, 3, 4])
-    place = torch.tensor([0, 1, 2, 16, 17, 18, 24, 25])  # rows 0 and 2 share the first prompt; the second is kept aside
+    source = torch.tensor([0, 1, 2, 3, 4, 0, 1, 2])
+    place = torch.tensor([0, 1, 2, 24, 25, 16, 17, 18])  # rows 0 and 2 share the first prompt; the second is kept aside
     context = PrefillContext(cache, packed, source, place)
     assert context.positions_T.tolist() == [0, 1, 2, 0, 1]
     q, k, v = random_tokens(5, 4, 1), random_tokens(5, 2, 2), random_tokens(5, 2, 3)
-    out = attend(context, 1, q, k, v)
+    with torch.no_grad():
+        out = attend(context, 1, q, k, v)
     for slab, values in zip(cache.slabs[1], (k, v), strict=True):
         expected = torch.zeros_like(slab)
         expected[0, :3] = expected[2, :3] = values[:3]

@@ -11,6 +11,7 @@ from torch import Tensor
 from qerl.kernels.activation import reference
 from qerl.kernels.overlap import begin, overlap
 from qerl.kernels.sizes import ceil_div
+from qerl.kernels.types import as_rows
 
 _BLOCK, _WARPS = 1024, 4
 
@@ -20,7 +21,7 @@ def forward(gate_up_TX: Tensor) -> Tensor:
     if gate_up_TX.dtype == torch.float64:
         return reference.forward(gate_up_TX)
     width = gate_up_TX.shape[-1] // 2
-    gate_up = gate_up_TX.reshape(-1, 2 * width).contiguous()
+    gate_up = as_rows(gate_up_TX, 2 * width)
     result = torch.empty(*gate_up_TX.shape[:-1], width, dtype=gate_up.dtype, device=gate_up.device)
     if result.numel():
         _silu[(len(gate_up), ceil_div(width, _BLOCK))](

@@ -33,7 +33,7 @@ def packed_attention(
 
     Args:
         q_THd, k_UKd, v_UKd: one dtype; rotary embedding already applied.
-        cu_seqlens_S1: int64 [S + 1], first token of each sequence, and T. No sequence is empty.
+        cu_seqlens_S1: int64 or int32, which the CUDA kernel takes as it is, [S + 1]: first token of each sequence, and T. No sequence is empty.
         scale: factor of the scores, 1 / sqrt(d) as a rule.
         lengths: tokens of each sequence, where the host knows them; else the device is asked, which waits for it.
         keys: where the keys of each sequence stand that has more of them than tokens: its tokens are the last ones then, and the

@@ -2,7 +2,8 @@
 
 It takes bfloat16 and float16 with d at most 256 and a multiple of 8; other input (float32 tests, odd heads) goes to the
 reference. The gradient is made without atomics, so the same input gives the same bits; a sequence that is much longer than the
-others is then given a call of its own (`balanced_runs`).
+others is then given a call of its own (`balanced_runs`). Where there is no gradient to come, and no sequence has other keys than its own, one call has all
+of them: it gives each the bits that it has in a call of its own.
 
 Legend: T packed tokens, U their keys, S sequences, H query heads, K key/value heads, d head size.
 """
@@ -40,6 +41,9 @@ def packed_attention(
         return reference.packed_attention(q_THd, k_UKd, v_UKd, cu_seqlens_S1, scale, lengths, keys)
     if lengths is None:
         lengths = cu_seqlens_S1.diff().tolist()
+    if keys is None and not torch.is_grad_enabled():
+        bounds_S1, longest_one = cu_seqlens_S1.int(), max(lengths)
+        return forward(q_THd, k_UKd, v_UKd, (bounds_S1, bounds_S1, longest_one, longest_one), scale)[0]
     cu_keys_S1, key_lengths = (cu_seqlens_S1, lengths) if keys is None else (keys.cu_keys_S1, keys.lengths)
     runs = balanced_runs(lengths, heads, _processors(q_THd.device), key_lengths)
     if len(runs) == 1:

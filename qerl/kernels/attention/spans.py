@@ -12,6 +12,6 @@ class KeySpans:
     """Where the keys of each of S packed sequences stand."""
 
     cu_keys_S1: Tensor
-    """int64 [S + 1], first key of each sequence, and U."""
+    """int32 or int64 [S + 1], first key of each sequence, and U."""
     lengths: tuple[int, ...]
     """Keys of each sequence, at least as many as it has tokens."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 
 import torch
 
@@ -105,8 +105,10 @@ TensorMap = ctypes.c_uint64 * 16
 """What the copy engine knows of a matrix in global memory."""
 
 
+@lru_cache(maxsize=4096)
 def tensor_map(address: int, shape: tuple[int, int], row_bytes: int, box: tuple[int, int], *, words: bool) -> TensorMap:  # type: ignore[valid-type]
     """The tensor map of a row-major matrix, from which the copy engine takes boxes; outside the matrix it reads zeros.
+    A function of what it is given, so maps are kept: those of weights and adapters are asked for in every pass. Callers copy them.
 
     Args:
         address: of the first element, a multiple of 16.
@@ -164,8 +166,9 @@ def shared_memory_limit(device: torch.device) -> int:
     return value.value
 
 
+@lru_cache(maxsize=4096)
 def _config(launch: Launch, stream: int) -> tuple[_Config, ctypes.Array[_Attribute] | None]:
-    """The driver's record of a launch, and what it points to."""
+    """The driver's record of a launch, and what it points to; kept, and read by launches."""
     grid, block = (launch.grid, 1, 1), (launch.block, 1, 1)
     if launch.cluster == 1 and not launch.overlap:
         return _Config(grid=grid, block=block, shared=launch.shared, stream=stream), None

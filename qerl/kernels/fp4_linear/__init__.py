@@ -12,13 +12,23 @@ from torch import Tensor
 
 from qerl.formats import PackedWeight
 from qerl.kernels import dispatch
-from qerl.kernels.fp4_linear.adapter import AdapterPart, Layer, flatten
+from qerl.kernels.fp4_linear.adapter import AdapterPart, AdapterParts, Layer, flatten
 from qerl.kernels.fp4_linear.autograd import Fp4Linear
 from qerl.kernels.fp4_linear.gate import layout_gate
 from qerl.kernels.fp4_linear.regimes import SMALL_WEIGHT
 from qerl.kernels.fp4_linear.tiled import by_rows
 
-__all__ = ["AdapterPart", "Layer", "compile_ahead", "fp4_linear", "keep", "keeps", "layout_gate", "served"]
+__all__ = [
+    "AdapterPart",
+    "AdapterParts",
+    "Layer",
+    "compile_ahead",
+    "fp4_linear",
+    "keep",
+    "keeps",
+    "layout_gate",
+    "served",
+]
 
 
 def served(device: torch.device, dtype: torch.dtype) -> bool:

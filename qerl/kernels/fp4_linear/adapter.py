@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -42,6 +43,19 @@ class Placement:
     a_index: int
     scale: float
 
+    def __hash__(self) -> int:
+        # Slices have none before Python 3.12.
+        return hash((self.rows.start, self.rows.stop, self.ranks.start, self.ranks.stop, self.a_index, self.scale))
+
+
+class AdapterParts(tuple[AdapterPart, ...]):
+    """Parts that are given to many products: their flat form is made once."""
+
+    @cached_property
+    def flat(self) -> tuple[tuple[Placement, ...], list[Tensor], list[Tensor]]:
+        """As of `flatten`."""
+        return _flat(self)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
@@ -67,6 +81,10 @@ def rows_of(matrix: Tensor, part: slice) -> Tensor:
 
 def flatten(parts: Sequence[AdapterPart]) -> tuple[tuple[Placement, ...], list[Tensor], list[Tensor]]:
     """(placements, distinct A tensors, one B a part)."""
+    return parts.flat if isinstance(parts, AdapterParts) else _flat(parts)
+
+
+def _flat(parts: Sequence[AdapterPart]) -> tuple[tuple[Placement, ...], list[Tensor], list[Tensor]]:
     distinct: list[Tensor] = []
     placements = []
     for part in parts:

@@ -11,8 +11,8 @@ Legend: T tokens, I inputs, O output rows, R adapter ranks.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -25,83 +25,33 @@ from qerl.formats import PackedWeight
 from qerl.kernels.fp4_linear import record
 from qerl.kernels.fp4_linear.adapter import Placement
 from qerl.kernels.fp4_linear.dense import row_alphas
+from qerl.kernels.fp4_linear.kept_shape import (
+    MOST_PIECES,
+    MOST_RANKS,
+    NO_ADAPTER,
+    SHAPES,
+    Piece,
+    Shape,
+    choose,
+    pieces_of,
+)
 from qerl.kernels.fp4_linear.workspace import TILE_COUNTERS, workspace
 from qerl.kernels.overlap import launch_next, overlap, wait
 from qerl.kernels.sizes import ceil_div, power_of_2
 
-MOST_PIECES, MOST_RANKS = 4, 128
-NO_ADAPTER = -1
-_SHARED_BYTES = 220_000
-"""Of a block, at most."""
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """How a product is cut."""
-
-    rows: int
-    """Rows of x of a tile."""
-    columns: int
-    """Outputs of a tile."""
-    depth: int
-    """Inputs of a step."""
-    stages: int
-    """Steps that are loaded ahead, at most."""
-    warps: int
-    splits: int = 1
-    """Blocks that share a tile."""
-
-    def stages_of(self, slots: int) -> int:
-        """Steps that are loaded ahead where a tile makes h for `slots` ranks."""
-        return min(self.stages, _SHARED_BYTES // (2 * self.depth * (self.rows + self.columns + slots)))
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Output rows with one divisor and at most one adapter."""
-
-    stop: int
-    alpha: float
-    """What sums with V are multiplied by."""
-    part: int
-    """Index of the adapter part; NO_ADAPTER for none."""
-
-
-DEEP, SMALL, WIDE, LARGE = (
-    Shape(64, 64, 128, 4, 4),
-    Shape(64, 64, 64, 4, 4),
-    Shape(64, 128, 64, 4, 4),
-    Shape(128, 128, 64, 4, 4),
-)
-SHAPES = (DEEP, SMALL, WIDE, LARGE)
-_LONG = 4096
-"""Inputs from which on large tiles are faster than wide ones."""
-_STEPS_OF_A_SPLIT = 9
-"""Steps that pay for adding up a tile's sums, at least."""
-
-
-def choose(tokens: int, d_out: int, d_in: int, borders: Sequence[int], processors: int) -> Shape | None:
-    """The fastest way to cut a product whose pieces end at `borders`, by times on an H200; None where they are too narrow for every one."""
-    shape = _by_tiles(tokens, d_out, d_in, processors)
-    if any(border % shape.columns for border in borders):
-        shape = SMALL
-    return None if any(border % shape.columns for border in borders) else shape
-
-
-def _by_tiles(tokens: int, d_out: int, d_in: int, processors: int) -> Shape:
-    def tiles(shape: Shape) -> int:
-        return ceil_div(tokens, shape.rows) * ceil_div(d_out, shape.columns)
-
-    def shared(shape: Shape) -> Shape:
-        most = ceil_div(d_in, shape.depth) // _STEPS_OF_A_SPLIT
-        return replace(shape, splits=max(1, min(processors // tiles(shape), most)))
-
-    if tiles(DEEP) <= processors:
-        return shared(DEEP)
-    if d_in >= _LONG:
-        return shared(LARGE)
-    # Two blocks of small tiles stand on a multiprocessor.
-    return SMALL if tiles(SMALL) <= 2 * processors and tokens > SMALL.rows else WIDE
+__all__ = [
+    "NO_ADAPTER",
+    "SHAPES",
+    "Piece",
+    "Shape",
+    "compile_call",
+    "forget",
+    "pieces_of",
+    "product",
+    "run",
+    "takes",
+    "variant",
+]
 
 
 def takes(
@@ -110,10 +60,8 @@ def takes(
     """Whether the kernel can run this call, whatever its speed."""
     if weight.kept_OI is None or not record.fits(weight, placements, a_RI, b_OR):
         return False
-    ranks = {place.ranks.stop - place.ranks.start for place in placements}
-    alike = len(ranks) <= 1 and max(ranks, default=0) <= MOST_RANKS and all(place.scale for place in placements)
     aligned = weight.shape[1] % 8 == 0 and all(t.data_ptr() % 16 == 0 for t in (x_TI, *a_RI))
-    return alike and aligned and x_TI.shape[0] > 0 and _cut(x_TI, weight, placements) is not None
+    return aligned and x_TI.shape[0] > 0 and _cut(x_TI, weight, placements) is not None
 
 
 def product(
@@ -133,31 +81,28 @@ def product(
 
 
 def _cut(x_TI: Tensor, weight: PackedWeight, placements: Sequence[Placement]) -> tuple[tuple[Piece, ...], Shape] | None:
-    pieces = pieces_of(weight, placements, row_alphas(weight))
+    processors = workspace(x_TI.device).multiprocessors
+    return _cut_of(x_TI.shape[0], weight.shape, weight.segments, row_alphas(weight), tuple(placements), processors)
+
+
+@lru_cache(maxsize=4096)
+def _cut_of(
+    tokens: int,
+    shape: tuple[int, int],
+    segments: tuple[int, ...],
+    alphas: tuple[float, ...],
+    placements: tuple[Placement, ...],
+    processors: int,
+) -> tuple[tuple[Piece, ...], Shape] | None:
+    """Kept, since a pass asks several times for each of its products, which takes the host as long as a launch."""
+    ranks = {place.ranks.stop - place.ranks.start for place in placements}
+    if len(ranks) > 1 or max(ranks, default=0) > MOST_RANKS or not all(place.scale for place in placements):
+        return None
+    pieces = pieces_of(segments, placements, alphas)
     if pieces is None or len(pieces) > MOST_PIECES:
         return None
-    processors = workspace(x_TI.device).multiprocessors
-    shape = choose(x_TI.shape[0], *weight.shape, [piece.stop for piece in pieces[:-1]], processors)
-    return None if shape is None else (pieces, shape)
-
-
-def pieces_of(
-    weight: PackedWeight, placements: Sequence[Placement], alphas: Sequence[float]
-) -> tuple[Piece, ...] | None:
-    """The output rows in order, cut where the divisor (`alphas`, one a segment) or the adapter changes; None where two adapters meet in a row."""
-    stops = [sum(weight.segments[: index + 1]) for index in range(len(weight.segments))]
-    borders = {0, *stops} | {border for place in placements for border in (place.rows.start, place.rows.stop)}
-    pieces: list[Piece] = []
-    for start, stop in pairwise(sorted(borders)):
-        alpha = alphas[next(index for index, end in enumerate(stops) if start < end)]
-        own = [i for i, place in enumerate(placements) if place.rows.start <= start and stop <= place.rows.stop]
-        if len(own) > 1:
-            return None
-        part = own[0] if own else NO_ADAPTER
-        if pieces and (pieces[-1].alpha, pieces[-1].part) == (alpha, part):
-            pieces.pop()
-        pieces.append(Piece(stop, alpha, part))
-    return tuple(pieces)
+    cut = choose(tokens, *shape, [piece.stop for piece in pieces[:-1]], processors)
+    return None if cut is None else (pieces, cut)
 
 
 def run(
@@ -238,9 +183,7 @@ def _launch(
         # All are contiguous; what torch says of one row's way to the next may be anything.
         return TensorDescriptor(matrix, list(matrix.shape), [d_in, 1], [rows, shape.depth])
 
-    filled = [pieces[min(index, len(pieces) - 1)] for index in range(MOST_PIECES)]
-    places = [None if piece.part == NO_ADAPTER else placements[piece.part] for piece in filled]
-    scales = [1.0 if place is None else float(place.scale) for place in places]
+    parts, told = _numbers(tuple(pieces), tuple(placements))
     arguments = (
         tiles_of(x_TI, shape.rows),
         tiles_of(values_OI, shape.columns),
@@ -249,12 +192,8 @@ def _launch(
         y_TO,
         sums,
         counters,
-        *(x_TI if piece.part == NO_ADAPTER else b_OR[piece.part] for piece in filled),
-        *(piece.stop for piece in filled[:-1]),
-        *(piece.alpha / scale for piece, scale in zip(filled, scales, strict=True)),
-        *scales,
-        *(0 if place is None else place.rows.start for place in places),
-        *(NO_ADAPTER if place is None else place.ranks.start for place in places),
+        *[x_TI if part == NO_ADAPTER else b_OR[part] for part in parts],
+        *told,
         tokens,
         d_out,
         d_in,
@@ -273,6 +212,23 @@ def _launch(
         **overlap(x_TI.device),
     }
     return y_TO, (tiles, shape.splits), arguments, options
+
+
+@lru_cache(maxsize=1024)
+def _numbers(
+    pieces: tuple[Piece, ...], placements: tuple[Placement, ...]
+) -> tuple[tuple[int, ...], tuple[int | float, ...]]:
+    """(adapter part of each piece that the kernel is told of, what it is told of them beside tensors)."""
+    filled = [pieces[min(index, len(pieces) - 1)] for index in range(MOST_PIECES)]
+    places = [None if piece.part == NO_ADAPTER else placements[piece.part] for piece in filled]
+    scales = [1.0 if place is None else float(place.scale) for place in places]
+    return tuple(piece.part for piece in filled), (
+        *(piece.stop for piece in filled[:-1]),
+        *(piece.alpha / scale for piece, scale in zip(filled, scales, strict=True)),
+        *scales,
+        *(0 if place is None else place.rows.start for place in places),
+        *(NO_ADAPTER if place is None else place.ranks.start for place in places),
+    )
 
 
 _RUNTIME = ["tokens", "splits", "stop0", "stop1", "stop2"]

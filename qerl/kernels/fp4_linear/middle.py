@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, lru_cache
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from qerl.formats import PackedWeight
-from qerl.kernels.cuda import Kernel, TensorMap, tensor_map
+from qerl.kernels.cuda import Kernel, Launch, TensorMap, tensor_map
 from qerl.kernels.fp4_linear import record
 from qerl.kernels.fp4_linear.adapter import Placement
 from qerl.kernels.fp4_linear.middle_shape import (
@@ -72,19 +73,26 @@ def takes(
         and record.fits(weight, placements, a_RI, b_OR)
         and not (placements and by_rows(weight))
         and _aligned(placements, a_RI, b_OR)
-        and _apart(placements)
+        and _apart(tuple(placements))
     )
 
 
 def _aligned(placements: Sequence[Placement], a_RI: Sequence[Tensor], b_OR: Sequence[Tensor]) -> bool:
     """Whether rows of adapters can be read 16 bytes at a time."""
-    ranks = (rank for place in placements for rank in (place.ranks.start, place.ranks.stop))
-    return all(value % 8 == 0 for value in (*ranks, *(a.shape[0] for a in a_RI))) and all(
-        matrix.data_ptr() % 16 == 0 for matrix in (*a_RI, *b_OR)
+    return (
+        _even(tuple(placements))
+        and all(a.shape[0] % 8 == 0 for a in a_RI)
+        and all(matrix.data_ptr() % 16 == 0 for matrix in (*a_RI, *b_OR))
     )
 
 
-def _apart(placements: Sequence[Placement]) -> bool:
+@lru_cache(maxsize=1024)
+def _even(placements: tuple[Placement, ...]) -> bool:
+    return all(rank % 8 == 0 for place in placements for rank in (place.ranks.start, place.ranks.stop))
+
+
+@lru_cache(maxsize=1024)
+def _apart(placements: tuple[Placement, ...]) -> bool:
     """Whether no row has two adapters."""
     rows = sorted((place.rows.start, place.rows.stop) for place in placements)
     return all(stop <= start for (_, stop), (start, _) in pairwise(rows))
@@ -151,19 +159,11 @@ def _launch(
     space = workspace(x_TI.device)
     tiles = weight.tensors["tiles"]
     tokens, (row_tiles, units, _) = x_TI.shape[0], tiles.shape
-    shape = choose(tokens, row_tiles, units, space, weight.format)
-    token_tiles = -(-tokens // shape.tokens)
-    ranks = a_RI[0].shape[0] if a_RI else 0
-    # Of h the same slices whatever is made beside it.
-    slices, pieces = slices_of_h(shape, token_tiles, ranks, units)
-    outputs = out_TO.shape[1]
-    if outputs < weight.shape[0]:
-        row_tiles = -(-outputs // 16)
-        shape = with_blocks(replace(shape, blocks=0), tokens, row_tiles, units, space)
-    output_tiles = token_tiles * -(-row_tiles * 16 // shape.rows)
-    assert output_tiles * shape.cluster * shape.groups <= TILE_COUNTERS, (tokens, weight.shape)
-    clusters = shape.blocks // shape.cluster
-    shape = replace(shape, spare=max(0, min(shape.most - clusters, pieces)))
+    ranks, outputs = a_RI[0].shape[0] if a_RI else 0, out_TO.shape[1]
+    some = outputs if outputs < weight.shape[0] else None
+    plan = _plan(choose, space, weight.format, tokens, row_tiles, units, ranks, some)
+    shape, row_tiles, token_tiles = plan.shape, plan.row_tiles, plan.token_tiles
+    slices, pieces, output_tiles, clusters = plan.slices, plan.pieces, plan.output_tiles, plan.clusters
     partial_bytes = 2 * shape.blocks * shape.block_rows * shape.tokens * 4
     h_partial_bytes = pieces * shape.cluster * shape.tokens * PIECE_RANKS * 4
     partials = space.scratch((partial_bytes + h_partial_bytes) // 1024, 512).data_ptr()
@@ -218,7 +218,46 @@ def _launch(
         segment_stop=record.stops_of(weight),
         part=record.parts_of(placements, b_OR),
     )
-    _kernel(space, shape, outputs % 8 == 0).launch(shape.launch, params)
+    _kernel(space, shape, outputs % 8 == 0).launch(plan.launch, params)
+
+
+class _Plan(NamedTuple):
+    """What of a launch the sizes decide."""
+
+    shape: Shape
+    launch: Launch
+    row_tiles: int
+    token_tiles: int
+    slices: int
+    pieces: int
+    output_tiles: int
+    clusters: int
+
+
+@lru_cache(maxsize=4096)
+def _plan(
+    choose: Callable[..., Shape],
+    space: Workspace,
+    name: str,
+    tokens: int,
+    row_tiles: int,
+    units: int,
+    ranks: int,
+    some: int | None,
+) -> _Plan:
+    """`some`: outputs that are made, where not all are. Kept, since a pass asks for each of its products, and choosing takes the host several launches' time."""
+    shape = choose(tokens, row_tiles, units, space, name)
+    token_tiles = -(-tokens // shape.tokens)
+    # Of h the same slices whatever is made beside it.
+    slices, pieces = slices_of_h(shape, token_tiles, ranks, units)
+    if some is not None:
+        row_tiles = -(-some // 16)
+        shape = with_blocks(replace(shape, blocks=0), tokens, row_tiles, units, space)
+    output_tiles = token_tiles * -(-row_tiles * 16 // shape.rows)
+    assert output_tiles * shape.cluster * shape.groups <= TILE_COUNTERS, (tokens, row_tiles)
+    clusters = shape.blocks // shape.cluster
+    shape = replace(shape, spare=max(0, min(shape.most - clusters, pieces)))
+    return _Plan(shape, shape.launch, row_tiles, token_tiles, slices, pieces, output_tiles, clusters)
 
 
 def _per(divisor: int) -> int:
@@ -255,6 +294,7 @@ def macros(shape: Shape, vectors: bool = True) -> dict[str, int]:
     }
 
 
+@lru_cache(maxsize=4096)
 def _kernel(space: Workspace, shape: Shape, vectors: bool) -> Kernel:
     return compiled(space.device, *_code(shape, vectors))
 

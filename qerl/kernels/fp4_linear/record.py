@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import accumulate
 
 import torch
@@ -45,11 +46,15 @@ def fits(weight: PackedWeight, placements: Sequence[Placement], a_RI: Sequence[T
 
 def parts_of(placements: Sequence[Placement], b_OR: Sequence[Tensor]) -> Parts:  # type: ignore[valid-type]
     """The adapter parts, in order."""
+    return _parts_at(tuple(placements), tuple([b.data_ptr() for b in b_OR]), tuple([b.shape[1] for b in b_OR]))
+
+
+@lru_cache(maxsize=4096)
+def _parts_at(placements: tuple[Placement, ...], addresses: tuple[int, ...], ranks: tuple[int, ...]) -> Parts:  # type: ignore[valid-type]
+    """Kept, since a pass asks for those of all its layers. Callers copy it."""
     parts = Parts()
-    for index, (place, b) in enumerate(zip(placements, b_OR, strict=True)):
-        parts[index] = Part(
-            b.data_ptr(), place.rows.start, place.rows.stop, place.ranks.start, b.shape[1], place.scale, 0
-        )
+    for index, (place, address, rank) in enumerate(zip(placements, addresses, ranks, strict=True)):
+        parts[index] = Part(address, place.rows.start, place.rows.stop, place.ranks.start, rank, place.scale, 0)
     return parts
 
 

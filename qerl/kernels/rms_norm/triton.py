@@ -21,6 +21,7 @@ from qerl.kernels.philox.device import normal_rows_tile
 from qerl.kernels.rms_norm import reference
 from qerl.kernels.rms_norm.noise import KeyedNoise, NormNoise, TableNoise, noise_values
 from qerl.kernels.sizes import ceil_div, power_of_2
+from qerl.kernels.types import as_rows
 
 # Elements a warp: 16 bytes of bfloat16 a thread.
 _A_WARP = 256
@@ -77,8 +78,8 @@ def backward(
         z = noise_values(noise)
         return reference.backward(grad_TD, x_TD, weight_D, inverse_T1, z, grad_stream_TD, needs_weight=needs_weight)
     width = x_TD.shape[-1]
-    x, grad = x_TD.reshape(-1, width).contiguous(), grad_TD.reshape(-1, width).contiguous()
-    stream = None if grad_stream_TD is None else grad_stream_TD.reshape(-1, width).contiguous()
+    x, grad = as_rows(x_TD, width), as_rows(grad_TD, width)
+    stream = None if grad_stream_TD is None else as_rows(grad_stream_TD, width)
     rows_a_tile, block, warps = _tile(width)
     tiles = ceil_div(len(x), rows_a_tile)
     tiles_a_program = ceil_div(tiles, _SUMMING_WARPS // warps) if needs_weight else _tiles_a_program(tiles)
@@ -120,13 +121,12 @@ def _launch_forward(
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     width = x_TD.shape[-1]
-    x = x_TD.reshape(-1, width).contiguous()
-    residual = None if residual_TD is None else residual_TD.reshape(-1, width).contiguous()
+    x, residual = as_rows(x_TD, width), None if residual_TD is None else as_rows(residual_TD, width)
     rows_a_tile, block, warps = _tile(width)
     h = torch.empty_like(x, dtype=dtype)
     stream = None if residual is None else torch.empty_like(x, dtype=torch.promote_types(x.dtype, residual.dtype))
     inverse = torch.empty(*x_TD.shape[:-1], 1, dtype=torch.float32, device=x.device)
-    given = _NoiseArguments(noise, len(x))
+    given = _NO_NOISE if noise is None else _NoiseArguments(noise, len(x))
     tiles = ceil_div(len(x), rows_a_tile)
     tiles_a_program = _tiles_a_program(tiles)
     # Programs of one tile read w, and z where it lies in memory for the whole step, before the kernel in front of them has ended: nothing that lets
@@ -155,7 +155,9 @@ def _launch_forward(
             enable_fp_fusion=False,
             **overlap(x.device),
         )
-    return h.view(x_TD.shape), None if stream is None else stream.view(x_TD.shape), inverse
+    if x is not x_TD:
+        h, stream = h.view(x_TD.shape), None if stream is None else stream.view(x_TD.shape)
+    return h, stream, inverse
 
 
 @cache
@@ -198,6 +200,9 @@ class _NoiseArguments:
         self.in_rows = source == 1 and all(tensor is None for tensor in of_tokens)
         """Whether z of token t is row t of a table, or the only one."""
         self.flags: dict[str, Any] = {"SOURCE": source, "SPREADS": spreads, "SHARED": shared}
+
+
+_NO_NOISE = _NoiseArguments(None, 0)
 
 
 @triton.jit

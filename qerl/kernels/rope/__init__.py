@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from qerl.kernels import dispatch
-from qerl.kernels.rope.norms import HeadBias, HeadNorms
+from qerl.kernels.rope.norms import CachePlaces, HeadBias, HeadNorms
 from qerl.kernels.rope.reference import rotate
 
-__all__ = ["HeadBias", "HeadNorms", "rope", "rotate"]
+__all__ = ["CachePlaces", "HeadBias", "HeadNorms", "rope", "rotate"]
 
 
 def rope(
@@ -26,6 +26,7 @@ def rope(
     norms: HeadNorms | None = None,
     bias: HeadBias | None = None,
     dtype: torch.dtype | None = None,
+    stored: CachePlaces | None = None,
     kernel: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Split the fused projections into heads, normalize q and k if the model does, and rotate them. Differentiable.
@@ -38,6 +39,7 @@ def rope(
         norms: scales of the norm over each head, and their noise. Gradients go to qkv and to the scales that ask for one.
         bias: added to the projections, where these come without it; constant. Not with norms.
         dtype: of q, k and v; that of qkv when not given.
+        stored: where k and v are stored as well, in the same launch; not where gradients are wanted.
         kernel: implementation by name.
 
     Returns:
@@ -48,5 +50,6 @@ def rope(
         KernelUnavailableError: `kernel` cannot run here.
     """
     assert norms is None or bias is None
+    assert stored is None or not torch.is_grad_enabled()
     implementation = dispatch.load("rope", qkv_TX.device, kernel)
-    return implementation.rope(qkv_TX, positions_T, cos_Pd, sin_Pd, heads, kv_heads, norms, bias, dtype)
+    return implementation.rope(qkv_TX, positions_T, cos_Pd, sin_Pd, heads, kv_heads, norms, bias, dtype, stored)

@@ -1,5 +1,6 @@
-"""What is done to heads before they turn: a bias is added, or a norm over each head of q and of k is taken. Legend: d head size, K key/value
-heads, X = rows of q, k and v."""
+"""What is done to heads before they turn (a bias is added, or a norm over each head of q and of k is taken), and where keys and values go besides.
+
+Legend: d head size, K key/value heads, X = rows of q, k and v, T tokens, M places, P pages of a cache, L tokens a page."""
 
 from __future__ import annotations
 
@@ -33,3 +34,15 @@ class HeadBias:
     bias_X: Tensor
     shift_Kd: Tensor
     """float32 [K, d]."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CachePlaces:
+    """Where rotated keys, and values, are stored beside what is returned: in pages of a cache, in the type of heads."""
+
+    k_PLKd: Tensor
+    v_PLKd: Tensor
+    source_M: Tensor
+    """int64 [M], M at least T: which token is stored. The first T are all tokens in their order; others are tokens that go to further places."""
+    place_M: Tensor
+    """int64 [M], where to: page * L + offset, each once."""

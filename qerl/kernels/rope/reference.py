@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from qerl.kernels.rms_norm import NormNoise, noise_values, rms_norm
-from qerl.kernels.rope.norms import HeadBias, HeadNorms
+from qerl.kernels.rope.norms import CachePlaces, HeadBias, HeadNorms
 from qerl.kernels.types import as_type
 
 
@@ -31,12 +31,32 @@ def rope(
     norms: HeadNorms | None,
     bias: HeadBias | None = None,
     dtype: torch.dtype | None = None,
+    stored: CachePlaces | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `qerl.kernels.rope.rope`."""
+    q_THd, k_TKd, v_TKd = _heads(qkv_TX, positions_T, cos_Pd, sin_Pd, heads, kv_heads, norms, bias, dtype)
+    if stored is not None:
+        for cache_PLKd, values_TKd in ((stored.k_PLKd, k_TKd), (stored.v_PLKd, v_TKd)):
+            cache_PLKd.flatten(0, 1).index_copy_(0, stored.place_M, values_TKd.index_select(0, stored.source_M))
+    return q_THd, k_TKd, v_TKd
+
+
+def _heads(
+    qkv_TX: Tensor,
+    positions_T: Tensor | None,
+    cos_Pd: Tensor,
+    sin_Pd: Tensor,
+    heads: int,
+    kv_heads: int,
+    norms: HeadNorms | None,
+    bias: HeadBias | None,
+    dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor, Tensor]:
     dtype = dtype or qkv_TX.dtype
     if bias is not None:
         wide = torch.promote_types(qkv_TX.dtype, torch.float32)
-        plain = rope(qkv_TX.to(wide) + bias.bias_X.to(wide), positions_T, cos_Pd, sin_Pd, heads, kv_heads, None)
+        given_TX = qkv_TX.to(wide) + bias.bias_X.to(wide)
+        plain = _heads(given_TX, positions_T, cos_Pd, sin_Pd, heads, kv_heads, None, None, None)
         q_THd, k_TKd, v_TKd = plain
         return q_THd.to(dtype), (k_TKd - bias.shift_Kd).to(dtype), v_TKd.to(dtype)
     tokens, size = qkv_TX.shape[0], cos_Pd.shape[-1]

@@ -1,7 +1,7 @@
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-"""Norm over heads, rotation and split in one pass over memory.
+"""Norm over heads, rotation, split and storing in a cache, in one pass over memory.
 
-Legend: T tokens, H query heads, K key/value heads, d head size, X = (H + 2 K) d. A tile is a few heads of one token, as two
+Legend: T tokens, M places in a cache, H query heads, K key/value heads, d head size, X = (H + 2 K) d. A tile is a few heads of one token, as two
 halves of d / 2 channels. Float64 goes to the reference.
 """
 
@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from qerl.kernels.rms_norm import NormNoise, noise_values
 from qerl.kernels.rope import reference
-from qerl.kernels.rope.norms import HeadBias, HeadNorms
+from qerl.kernels.rope.norms import CachePlaces, HeadBias, HeadNorms
 from qerl.kernels.rope.reference import head_norm
 from qerl.kernels.sizes import ceil_div, power_of_2
 
@@ -34,10 +34,11 @@ def rope(
     norms: HeadNorms | None,
     bias: HeadBias | None = None,
     dtype: torch.dtype | None = None,
+    stored: CachePlaces | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `qerl.kernels.rope.rope`."""
     if qkv_TX.dtype == torch.float64:
-        return reference.rope(qkv_TX, positions_T, cos_Pd, sin_Pd, heads, kv_heads, norms, bias, dtype)
+        return reference.rope(qkv_TX, positions_T, cos_Pd, sin_Pd, heads, kv_heads, norms, bias, dtype, stored)
     if (
         norms is not None
         and torch.is_grad_enabled()
@@ -45,7 +46,7 @@ def rope(
     ):
         qkv_TX, norms = _normed(qkv_TX, heads, kv_heads, norms), None
     if not torch.is_grad_enabled():
-        return _heads(qkv_TX, positions_T, cos_Pd, sin_Pd, heads, kv_heads, norms, bias, dtype)
+        return _heads(qkv_TX, positions_T, cos_Pd, sin_Pd, heads, kv_heads, norms, bias, dtype, stored)
     return _Rope.apply(qkv_TX, positions_T, cos_Pd, sin_Pd, heads, kv_heads, norms, bias, dtype)
 
 
@@ -69,13 +70,14 @@ def _heads(
     norms: HeadNorms | None,
     bias: HeadBias | None,
     dtype: torch.dtype | None,
+    stored: CachePlaces | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     tokens, size = qkv_TX.shape[0], cos_Pd.shape[-1]
     q_THd, k_TKd, v_TKd = (
         qkv_TX.new_empty(tokens, count, size, dtype=dtype or qkv_TX.dtype) for count in (heads, kv_heads, kv_heads)
     )
     outputs = (q_THd, k_TKd, v_TKd)
-    _launch(_forward, qkv_TX, positions_T, cos_Pd, sin_Pd, heads, kv_heads, norms, outputs, None, bias)
+    _launch(_forward, qkv_TX, positions_T, cos_Pd, sin_Pd, heads, kv_heads, norms, outputs, None, bias, stored)
     return outputs
 
 
@@ -139,6 +141,7 @@ def _launch(
     pieces: tuple[Tensor, ...],
     grad_TX: Tensor | None,
     bias: HeadBias | None = None,
+    stored: CachePlaces | None = None,
 ) -> None:
     size = cos_Pd.shape[-1]
     assert qkv_TX.stride(-1) == 1 and qkv_TX.shape[-1] == (heads + 2 * kv_heads) * size
@@ -149,11 +152,21 @@ def _launch(
         arguments += [norms.q_weight_d, norms.k_weight_d, norms.eps]
         for noise in (norms.q_noise, norms.k_noise):
             arguments += _values(noise)
-    if len(qkv_TX):
-        kernel[(len(qkv_TX), ceil_div(heads + 2 * kv_heads, _HEADS_A_TILE))](
+    rows = tokens = len(qkv_TX)
+    last: tuple[Any, ...] = (grad_TX,)
+    if grad_TX is None:
+        last = (None, None) if bias is None else (bias.bias_X, bias.shift_Kd)
+        if stored is None:
+            last += (None, None, None, None, tokens)
+        else:
+            caches, rows = (stored.k_PLKd, stored.v_PLKd), len(stored.place_M)
+            assert rows >= tokens and all(c.dtype == pieces[1].dtype and c.is_contiguous() for c in caches)
+            last += (*caches, stored.source_M, stored.place_M, tokens)
+    if tokens:
+        kernel[(rows, ceil_div(heads + 2 * kv_heads, _HEADS_A_TILE))](
             *arguments,
             *pieces,
-            *((None, None) if bias is None else (bias.bias_X, bias.shift_Kd)) if grad_TX is None else (grad_TX,),
+            *last,
             NORMS=norms is not None,
             H=heads,
             K=kv_heads,
@@ -193,7 +206,7 @@ def _scales(
     return tl.where((head < H)[:, None], q_scale[None, :], k_scale[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _forward(
     qkv,
     qkv_stride,
@@ -212,6 +225,11 @@ def _forward(
     v,
     bias,
     shift,
+    k_cache,
+    v_cache,
+    sources,
+    places,
+    tokens,
     NORMS: tl.constexpr,
     H: tl.constexpr,
     K: tl.constexpr,
@@ -219,7 +237,10 @@ def _forward(
     TILE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    token = tl.program_id(0).to(tl.int64)
+    place_row = tl.program_id(0).to(tl.int64)
+    token = place_row
+    if places is not None:
+        token = tl.load(sources + place_row)
     head = tl.program_id(1) * TILE + tl.arange(0, TILE)
     columns = tl.arange(0, BLOCK)
     inside = columns < HALF
@@ -252,6 +273,16 @@ def _forward(
         y_low -= tl.load(shift + at - H * 2 * HALF, mask=is_k, other=0.0)
         y_high -= tl.load(shift + at - H * 2 * HALF + HALF, mask=is_k, other=0.0)
     y_low, y_high = y_low.to(q.dtype.element_ty), y_high.to(q.dtype.element_ty)
+    if places is not None:
+        k_at = tl.load(places + place_row) * (K * 2 * HALF) + at - H * 2 * HALF
+        in_k = mask & ((head >= H) & (head < H + K))[:, None]
+        tl.store(k_cache + k_at, y_low, mask=in_k)
+        tl.store(k_cache + k_at + HALF, y_high, mask=in_k)
+        in_v = mask & (head >= H + K)[:, None]
+        tl.store(v_cache + k_at - K * 2 * HALF, low.to(v.dtype.element_ty), mask=in_v)
+        tl.store(v_cache + k_at - K * 2 * HALF + HALF, high.to(v.dtype.element_ty), mask=in_v)
+        # A token that goes to further places is returned by the first of its programs alone.
+        mask = mask & (place_row < tokens)
     to_q = mask & (head < H)[:, None]
     q_at = q + token * (H * 2 * HALF) + at
     tl.store(q_at, y_low, mask=to_q)
