@@ -259,7 +259,7 @@ def layer_cases(device: str) -> Iterator[Case]:
     from qerl.kernels.fp4_linear.unpack import unpack
     from qerl.kernels.quantize import mxfp4, quantize
     from qerl.kernels.rms_norm import KeyedNoise, add_rms_norm
-    from qerl.kernels.rope import rope
+    from qerl.kernels.rope import CachePlaces, rope
 
     given, tokens, width = Inputs(device), 7, 200
     noise = KeyedNoise(
@@ -281,6 +281,12 @@ def layer_cases(device: str) -> Iterator[Case]:
         outputs = rope(qkv.requires_grad_(), None, cos, sin, 4, 1, dtype=dtype)
         sum(output.float().sum() for output in outputs).backward()
 
+    @torch.no_grad()
+    def rope_stored(qkv: torch.Tensor) -> None:
+        k, v = (given.normal(48, 64).view(6, 8, 1, 64) for _ in range(2))
+        source, place = torch.cat((given.range(32), given.range(5))), given.range(37) + 3
+        rope(qkv, None, cos, sin, 4, 1, stored=CachePlaces(k_PLKd=k, v_PLKd=v, source_M=source, place_M=place))
+
     def unpacked(name: str, inputs: int) -> None:
         unpack(get_format(name).quantize(given.normal(33, inputs)), given.normal(33, inputs))
 
@@ -294,6 +300,7 @@ def layer_cases(device: str) -> Iterator[Case]:
     yield Case("rope and gradient", lambda: rope_with_gradient(given.normal(32, 6 * 64)), turns)
     into = torch.float16
     yield Case("rope into float16", lambda: rope_with_gradient(given.normal(32, 6 * 64).float(), into), turns)
+    yield Case("rope into a cache", lambda: rope_stored(given.normal(32, 6 * 64)), ("rope.triton._forward",))
     yield Case(
         "normal_rows",
         lambda: philox.normal_rows(1, "noise", 133, c1=given.range(5), c2=7, c3=1),

@@ -294,11 +294,11 @@ def macros(shape: Shape, vectors: bool = True) -> dict[str, int]:
     }
 
 
-@lru_cache(maxsize=4096)
 def _kernel(space: Workspace, shape: Shape, vectors: bool) -> Kernel:
     return compiled(space.device, *_code(shape, vectors))
 
 
+@lru_cache(maxsize=1024)
 def _code(shape: Shape, vectors: bool) -> Code:
     return Code("middle", tuple(macros(shape, vectors).items()), wgmma_source(shape.tokens))
 
