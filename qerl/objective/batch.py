@@ -213,5 +213,6 @@ def _shared(
             copies_RC=joined(copies),
             real_RC=joined(real),
         ),
-        keys=KeySpans(cu_keys_S1=integers(layout.keys), lengths=tuple(b - a for a, b in pairwise(layout.keys))),
+        # In the type that attention's kernel takes, or each layer would convert it.
+        keys=KeySpans(cu_keys_S1=integers(layout.keys).int(), lengths=tuple(b - a for a, b in pairwise(layout.keys))),
     )
