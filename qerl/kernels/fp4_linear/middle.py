@@ -15,7 +15,7 @@ from torch import Tensor
 from qerl.formats import PackedWeight
 from qerl.kernels.cuda import Kernel, Launch, TensorMap, tensor_map
 from qerl.kernels.fp4_linear import record
-from qerl.kernels.fp4_linear.adapter import Placement
+from qerl.kernels.fp4_linear.adapter import Placement, rows_of
 from qerl.kernels.fp4_linear.middle_shape import (
     CLUSTER,
     PIECE_RANKS,
@@ -141,7 +141,8 @@ def _run(
         bias_O = bias_O.to(torch.bfloat16).contiguous()
     h = tuple(torch.empty(x_TI.shape[0], len(a), dtype=torch.bfloat16, device=x_TI.device) for a in a_RI)
     for rows in runs_of(x_TI.shape[0], weight.tensors["tiles"].shape[0]):
-        _launch(x_TI[rows], weight, bias_O, placements, a_RI, b_OR, out_TO[rows], tuple(h_TR[rows] for h_TR in h))
+        some_h = tuple(rows_of(h_TR, rows) for h_TR in h)
+        _launch(rows_of(x_TI, rows), weight, bias_O, placements, a_RI, b_OR, rows_of(out_TO, rows), some_h)
     return h
 
 
