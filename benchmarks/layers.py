@@ -42,7 +42,7 @@ PROMPT, GROUP, FEW, REPEATS = 128, 8, 2, 20
 CLASSES = {
     "dequantize": ("dequantize", "_nf4", "_mxfp4"),
     "attention": ("flash", "fmha"),
-    "products": ("nvjet", "gemm", "cutlass", "xmma"),
+    "products": ("nvjet", "gemm", "cutlass", "xmma", "middle", "shrink"),
     "logits": ("absorb", "finish", "logits_gradient"),
     "norms and rotation": ("_forward", "_backward"),
     "activation": ("_silu",),

@@ -41,6 +41,7 @@ def module(monkeypatch):
         ("nvjet_tst_128x256_64x4_1x2_h_bz_coopA_TNN", "products", "linear"),
         ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n", "products", "linear"),
         ("dequantize_kernel", "dequantize", "linear"),
+        ("middle", "products", "linear"),
         ("attend", "other", "attention"),
     ],
 )
