@@ -286,11 +286,14 @@ def _mean_stages(cells: Sequence[Cell]) -> dict[str, float]:
 
 
 def _changed(by_arm: Mapping[str, Sequence[Cell]], arms: Sequence[ArmRow]) -> list[ChangedRow]:
-    """Settings that are not the same in all arms."""
-    settings = [_own_settings(by_arm[arm.key][0]) for arm in arms]
-    keys = dict.fromkeys(key for part in settings for key in part)
-    rows = [ChangedRow(key=key, values=tuple(part.get(key) for part in settings)) for key in keys]
-    return [row for row in rows if any(value != row.values[0] for value in row.values)]
+    """Settings that are not the same in all arms; of an arm no run of which has begun none are known, and none differ."""
+    settings = [next(filter(None, map(_own_settings, by_arm[arm.key])), {}) for arm in arms]
+    rows = []
+    for key in dict.fromkeys(key for part in settings for key in part):
+        values = [part.get(key) for part in settings if part]
+        if any(value != values[0] for value in values):
+            rows.append(ChangedRow(key=key, values=tuple(part.get(key) if part else "–" for part in settings)))
+    return rows
 
 
 def _common_choice(plan: Mapping[str, Any], phase: str, arms: Sequence[ArmRow]) -> tuple[str, ...]:

@@ -103,7 +103,8 @@ def _bytes_card(comparison: Comparison) -> Card:
         share = f"{stages['rollout'] / working:.0%}" if working and "rollout" in stages else NONE
         step = NONE if arm.step_seconds is None else text.seconds(arm.step_seconds.mean)
         times = f"{step} · {share} · " if timed else ""
-        rows.append((arm.label, times + bytes_text(arm.peak_bytes)))
+        known = arm.step_seconds is not None or stages or arm.peak_bytes is not None
+        rows.append((arm.label, times + bytes_text(arm.peak_bytes) if known else NONE))
     what = (
         "Median step, share of generation in it, peak memory."
         if timed

@@ -45,7 +45,7 @@ def accuracy_by_seconds(comparison: Comparison, prefix: str) -> Panel | None:
         f"{prefix}seconds",
         "quality",
         f"Held-out accuracy over {comparison.time_name}",
-        "Seconds of the steps; no set-up, evaluation or saving. Where a line first meets the target is the time to target.",
+        "Seconds of the steps; no set-up, evaluation or saving. The first point at or above the target is the time to target.",
         comparison.accuracy_by_seconds,
         {"title": "accuracy", "tickformat": PERCENT},
         ".1%",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -18,7 +19,7 @@ from qerl.experiments.compare import compare_cells
 from qerl.experiments.folders import Collection, read_cells
 from qerl.experiments.pairs import spread
 from qerl.experiments.table import markdown
-from qerl.report.arms import render_arms, seeds_text, target_text
+from qerl.report.arms import cards, render_arms, seeds_text, target_text
 from qerl.report.comparison import Difference, TargetRow
 from qerl.report.plots_arms import arm_panels
 
@@ -107,6 +108,17 @@ def test_settings_that_differ_are_listed_by_arm(comparison):
     assert changed["quant.format"] == ("bf16", "nvfp4", "nvfp4", "nvfp4", "nf4")
     assert changed["rollout.temperature"] == (1.0, 1.0, 1.0, 1.21, 1.0)
     assert "train.seed" not in changed and "run.name" not in changed
+
+
+def test_an_arm_that_has_not_begun_differs_in_no_setting_and_has_one_dash_for_its_figures(tmp_path):
+    results = write_fake_matrix(tmp_path)
+    for name in ("nf4-s0", "nf4-s1", "bf16-s0"):
+        shutil.rmtree(results / name)
+    (found,) = compare_cells(read_cells([results]))
+    changed = {row.key: row.values for row in found.changed}
+    assert changed["quant.format"] == ("bf16", "nvfp4", "nvfp4", "nvfp4", "–")
+    assert set(changed) == {"quant.format", "aqn.enabled", "rollout.temperature"}
+    assert dict(cards(found)[0].rows)["NF4 LoRA"] == "–"
 
 
 def test_noise_is_drawn_in_steps_and_what_is_measured_is_not(comparison):
