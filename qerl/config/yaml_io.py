@@ -18,6 +18,8 @@ _FLOAT = re.compile(r"[-+]?((\.[0-9]+|[0-9]+\.[0-9]*)([eE][-+]?[0-9]+)?|[0-9]+[e
 _UNICODE_BREAK = re.compile("[\x85\u2028\u2029]")
 _DEEPEST = 20
 """Levels of nesting; deeper is a mistake (or an anchor that contains itself)."""
+_MOST_DIGITS = 400
+"""Of an integer: about as many as the largest float has."""
 _TOO_DEEP = "lists and mappings are nested too deeply"
 _RESOLVERS = (
     ("tag:yaml.org,2002:null", re.compile(r"(~|null|Null|NULL|)$"), ["~", "n", "N", ""]),
@@ -43,8 +45,10 @@ for _tag, _pattern, _first in _RESOLVERS:
     _Dumper.add_implicit_resolver(_tag, _pattern, _first)
 
 
-def _construct_int(loader: _Loader, node: yaml.ScalarNode) -> int:
-    return int(loader.construct_scalar(node))
+def _construct_int(loader: _Loader, node: yaml.ScalarNode) -> int | str:
+    text = loader.construct_scalar(node)
+    # A number of so many digits stays text, too: Python refuses to read or to show thousands of them.
+    return int(text) if len(text) <= _MOST_DIGITS else text
 
 
 def _construct_float(loader: _Loader, node: yaml.ScalarNode) -> float | str:
@@ -84,6 +88,7 @@ def parse_yaml(text: str) -> tuple[Any, dict[tuple[str, ...], int]]:
         if node is None:
             return None, {}
         _refuse_deep(node, 0)
+        _refuse_mislabelled(node)
         lines: dict[tuple[str, ...], int] = {}
         _collect_lines(node, (), lines)
         return loader.construct_document(node), lines
@@ -100,6 +105,18 @@ def _refuse_deep(node: yaml.Node, level: int) -> None:
         for inner in node.value:
             # Of a mapping the value: a key that is no scalar is refused elsewhere.
             _refuse_deep(inner[1] if isinstance(inner, tuple) else inner, level + 1)
+
+
+def _refuse_mislabelled(node: yaml.Node) -> None:
+    """A scalar whose own tag says that it is what it does not look like, such as ``!!int ten``."""
+    if isinstance(node, yaml.ScalarNode):
+        looks = next((pattern for tag, pattern, _ in _RESOLVERS if tag == node.tag), None)
+        if looks is not None and not looks.match(node.value) and not (looks is _FLOAT and _INT.match(node.value)):
+            kind = node.tag.removeprefix("tag:yaml.org,2002:")
+            raise yaml.constructor.ConstructorError(None, None, f"{node.value!r} is no {kind}", node.start_mark)
+    for inner in node.value if isinstance(node, yaml.CollectionNode) else ():
+        for one in inner if isinstance(inner, tuple) else (inner,):
+            _refuse_mislabelled(one)
 
 
 def _collect_lines(node: yaml.Node, path: tuple[str, ...], lines: dict[tuple[str, ...], int]) -> None:

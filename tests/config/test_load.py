@@ -227,6 +227,12 @@ def test_an_empty_file_is_the_defaults(tmp_path):
         ("lora:\n  rank: 8\n  targets: [q_proj\noptim:\n", 4, "flow sequence"),
         ("lora:\n\trank: 8\n", 2, "cannot start any token"),
         ("model: !!python/object:os.system {}\n", 1, "could not determine a constructor"),
+        ("lora:\n  rank: !!int ten\n", 2, "'ten' is no int"),
+        ("lora:\n  rank: !!int ''\n", 2, "'' is no int"),
+        ("optim:\n  lr: !!float fast\n", 2, "'fast' is no float"),
+        ("optim:\n  betas: [0.9, !!float fast]\n", 2, "'fast' is no float"),
+        ("aqn:\n  enabled: !!bool maybe\n", 2, "'maybe' is no bool"),
+        ("? !!int ten\n: 3\n", 1, "'ten' is no int"),
         ("a: &a\n  b: *a\n", None, "nested too deeply"),
         ("a: &a [*a]\n", None, "nested too deeply"),
         ("a: " + 2000 * "[" + 2000 * "]", None, "nested too deeply"),
@@ -236,6 +242,17 @@ def test_bad_yaml_is_refused_with_its_line(tmp_path, content, line, complaint):
     text = message_of(write(tmp_path, content))
     assert complaint in text
     assert line is None or f"line {line}," in text
+
+
+def test_a_tag_that_fits_its_scalar_is_taken(tmp_path):
+    config = load_config(write(tmp_path, "lora: {rank: !!int '8'}\noptim: {lr: !!float 1, eps: !!float 1e-6}\n"))
+    assert (config.lora.rank, config.optim.lr, config.optim.eps) == (8, 1.0, 1e-6)
+
+
+def test_a_number_of_thousands_of_digits_is_refused_by_its_key(tmp_path):
+    digits = 5000 * "9"
+    assert "train.steps (command line); got '999" in message_of(None, f"train.steps={digits}")
+    assert "line 1); got '-999" in message_of(write(tmp_path, f"train: {{steps: -{digits}}}\n"))
 
 
 def test_a_file_that_is_no_mapping_is_refused(tmp_path):
