@@ -7,7 +7,6 @@ stderr and exit code 2, without a traceback. Modules that load torch are importe
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import signal
@@ -23,7 +22,7 @@ from rich.markup import escape
 from typer.core import TyperGroup
 
 from qerl.errors import ConfigError, KernelUnavailableError, QerlError, RunStopped, nearest
-from qerl.metrics.files import cannot_write, is_full
+from qerl.metrics.files import system_refusal
 from qerl.metrics.terminal import LastingStream, open_missing_streams, print_facts, progress_bar, stderr, warn
 from qerl.signals import Signalled, Signals
 from qerl.verbs.benching import bench
@@ -152,22 +151,11 @@ class _Commands(TyperGroup):
 
     def _refuse(self, error: Exception) -> NoReturn:
         """What a user can cause, as a message; anything else is a fault of ours, which is raised again."""
-        error = _written_as_option(error) or _without_compiler(error) or error
-        if isinstance(error, QerlError):
-            text, code = str(error), error.exit_code
-        elif isinstance(error, OSError) and is_full(error):
-            # What a command prints goes to a file on a full disk.
-            text, code = str(cannot_write(Path("the output"), error)), 2
-        elif isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
-            name = f"{str(error.filename)[:60]}…, of {len(str(error.filename))} characters"
-            text, code = (
-                str(ConfigError("a path is too long", got=name, expected="one that the file system can have")),
-                2,
-            )
-        else:
+        error = _written_as_option(error) or _without_compiler(error) or system_refusal(error) or error
+        if not isinstance(error, QerlError):
             raise error
-        stderr().print(f"[bold red]error:[/] {escape(text)}", highlight=False, soft_wrap=True)
-        raise typer.Exit(code) from None
+        stderr().print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
+        raise typer.Exit(error.exit_code) from None
 
 
 app = typer.Typer(

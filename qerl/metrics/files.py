@@ -17,13 +17,15 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from qerl.errors import OutputError, RunFolderError
+from qerl.errors import ConfigError, OutputError, QerlError, RunFolderError
 
 _TEMPORARY = ".tmp-"
 _OLD = ".old"
 WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
 """What a file system says that has no locks."""
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_CLOSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO, errno.ESTALE)
+"""What is said of a path that is there and not for this user, or on a device that fails."""
 
 
 @contextmanager
@@ -191,6 +193,26 @@ def cannot_write(path: Path, error: Exception) -> OutputError:
         if full
         else "Choose a place that can be written",
     )
+
+
+def system_refusal(error: Exception) -> QerlError | None:
+    """The error for what the system says against a path that a user gave, where no place in the program knew better; None for any other."""
+    if not isinstance(error, OSError):
+        return None
+    if is_full(error):
+        # What a command prints goes to a file on a full disk.
+        return cannot_write(Path("the output"), error)
+    if error.errno == errno.ENAMETOOLONG:
+        name = f"{str(error.filename)[:60]}…, of {len(str(error.filename))} characters"
+        return ConfigError("a path is too long", got=name, expected="one that the file system can have")
+    if error.errno in _CLOSED:
+        return ConfigError(
+            f"{error.filename or 'a file'} cannot be opened",
+            got=error.strerror,
+            expected="a path that this user may read",
+            remedy="Change its permissions, or those of a folder above it, or give another path",
+        )
+    return None
 
 
 def check_writable(path: str | Path, *, folder: bool = False) -> None:

@@ -146,8 +146,8 @@ class RunDir:
         if not run.holds_a_run():
             what = "the folder holds no run" if run.path.is_dir() else "there is no such run folder"
             parent = run.path.absolute().parent
-            siblings = [p.name for p in parent.iterdir() if RunDir(p).holds_a_run()] if parent.is_dir() else []
-            close = nearest(run.path.name, siblings)
+            open_to_us = (path for path in _entries(parent) if os.access(path, os.X_OK))
+            close = nearest(run.path.name, (path.name for path in open_to_us if RunDir(path).holds_a_run()))
             raise RunFolderError(
                 what,
                 got=run.path,

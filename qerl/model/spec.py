@@ -210,7 +210,9 @@ def read_json_object(folder: Path, name: str) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(f"{name} is missing from {folder}", remedy="Copy the whole checkpoint folder.") from None
-    except (OSError, ValueError, RecursionError) as error:
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be opened", got=error.strerror) from None
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(
             f"{path} is not valid JSON", got=str(error), remedy="Copy the file again from its source."
         ) from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,9 @@ class TensorFile:
         try:
             self._file: Any = safe_open(path, framework="pt", device="cpu")
         except FileNotFoundError:
-            raise CheckpointError(f"{path} does not exist") from None
+            # safetensors says so of a file that may not be read, too.
+            what = "cannot be opened by this user" if os.path.lexists(path) else "does not exist"
+            raise CheckpointError(f"{path} {what}") from None
         except (SafetensorError, OSError) as error:
             raise CheckpointError(
                 f"{path} is truncated or not a safetensors file",

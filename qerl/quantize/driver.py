@@ -332,6 +332,9 @@ def _cleaning_up(partial: PartialFolder) -> Iterator[None]:
         partial.discard()
         raise
     except (OSError, SafetensorError) as error:
+        if isinstance(error, PermissionError) and partial.path not in Path(str(error.filename)).parents:
+            # A file of the source, whose name the error holds.
+            raise
         if not is_full(error):
             raise cannot_write(partial.path, error) from error
         raise CheckpointError(

@@ -59,7 +59,9 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
             tensors = {name: _stored(file, data, entry) for name, entry in entries.items()}
     except FileNotFoundError:
         raise CheckpointError(f"{file} does not exist") from None
-    except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be opened", got=error.strerror) from None
+    except (ValueError, KeyError, TypeError, struct.error) as error:
         raise CheckpointError(f"{file} is not a safetensors file", got=str(error)) from None
     if any(tensor.start + tensor.nbytes > size for tensor in tensors.values()):
         raise CheckpointError(f"{file} is truncated", got=f"{size} bytes", remedy="Copy or download the file again.")
