@@ -90,6 +90,10 @@ def test_a_mistake_ends_in_a_message_on_stderr_and_exit_code_2():
         (("eval", "demo", *SMALL[1:], "--checkpoint", "3"), ("--checkpoint and --base belong to a run folder",)),
         (("eval", "demo", *SMALL[1:], "eval.noise=true"), ("no policy here was trained with any", "--sigma 0.01")),
         (("eval", "demo", *SMALL[1:], "--sigma", "0.1"), ("--sigma sets the level of --noise",)),
+        (
+            ("eval", "demo", *SMALL[1:], "--noise", "1", "--sigma", "inf"),
+            ("no level of noise; got inf; expected a finite",),
+        ),
         (("eval", "--compare", "demo"), ("--compare takes two evaluations",)),
         (("eval", "--compare", "a", "b", "--limit", "3", "--base"), ("made already; got --base --limit",)),
         (("export", "runs", "--out", "new", "--weights", "trained"), ("what --merge adds the adapter to",)),

@@ -332,8 +332,9 @@ def _cleaning_up(partial: PartialFolder) -> Iterator[None]:
         partial.discard()
         raise
     except (OSError, SafetensorError) as error:
-        if isinstance(error, PermissionError) and partial.path not in Path(str(error.filename)).parents:
-            # A file of the source, whose name the error holds.
+        refused = error.filename if isinstance(error, PermissionError) else None
+        if refused and partial.path not in (Path(refused), *Path(refused).parents):
+            # A file of the source.
             raise
         if not is_full(error):
             raise cannot_write(partial.path, error) from error

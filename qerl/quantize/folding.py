@@ -19,7 +19,6 @@ Legend: D hidden size, K key/value heads, G query heads a key/value head, d head
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -28,6 +27,7 @@ from torch import Tensor
 
 from qerl.errors import CheckpointError
 from qerl.formats.tensor_file import save_tensors
+from qerl.metrics.files import whole_folder
 from qerl.model.adapter_files import ADAPTER_CONFIG, ADAPTER_FILE, NORM_NAMES, PREFIX
 from qerl.model.spec import ModelSpec, read_json_object
 from qerl.model.tensor_folder import TensorFile
@@ -122,6 +122,7 @@ def unfold_adapter(adapter: str | Path, checkpoint: str | Path, out: str | Path)
 
     Raises:
         CheckpointError: files are missing, `out` exists, or the adapter has another shape or layers than the scales.
+        OutputError: `out` cannot be written.
     """
     adapter, checkpoint, out = Path(adapter), Path(checkpoint), Path(out)
     if out.exists():
@@ -136,13 +137,10 @@ def unfold_adapter(adapter: str | Path, checkpoint: str | Path, out: str | Path)
     file, scales = TensorFile(adapter / ADAPTER_FILE), TensorFile(checkpoint / FOLDS_FILE)
     folds = {name: scales.read(name) for name in scales.names}
     tensors = unfold_tensors({name: file.read(name) for name in file.names}, folds)
-    part = out.with_name(out.name + ".partial")
-    shutil.rmtree(part, ignore_errors=True)
-    part.mkdir(parents=True)
-    save_tensors(tensors, part / ADAPTER_FILE)
     config["base_model_name_or_path"] = read_json_object(checkpoint, "qerl_quantization.json")["source"]["name"]
-    (part / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    part.rename(out)
+    with whole_folder(out) as part:
+        save_tensors(tensors, part / ADAPTER_FILE)
+        (part / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def unfold_tensors(tensors: Mapping[str, Tensor], folds: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -183,8 +183,9 @@ def lock_partial(out: Path) -> RunLock:
 
 
 def partial_path(out: Path) -> Path:
-    """`OUT.partial`."""
-    return out.with_name(out.name + ".partial")
+    """`OUT.partial`; of a name that ends in no name of its own, such as `.`, by the folder that it means."""
+    out = out if out.name else out.resolve()
+    return out.parent / f"{out.name}.partial"
 
 
 def read_tensors(file: Path) -> dict[str, Tensor]:

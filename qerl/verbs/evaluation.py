@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -90,6 +91,8 @@ def evaluate(
         return
     if sigma is not None and not noise:
         raise ConfigError("--sigma sets the level of --noise", got=f"--sigma {sigma:g}", remedy="Add --noise 1")
+    if sigma == math.inf:
+        raise ConfigError("--sigma is no level of noise", got=f"{sigma:g}", expected="a finite number, such as 0.01")
     config_file, overrides = split_settings(settings)
     flags = {"eval.samples": samples, "eval.temperature": temperature, "data.eval_limit": limit}
     from qerl.eval.files import Measurement, write_evaluations, write_questions

@@ -160,6 +160,14 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path, verb):
         assert "cannot be written" in refused(verb, "demo", "--out", out)
 
 
+@pytest.mark.parametrize("out", [".", "..", ""])
+def test_a_folder_without_a_name_of_its_own_is_there_already(tmp_path, monkeypatch, out):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert "exists already; got ." in refused("quantize", "demo", "--out", out)
+    assert [path.name for path in tmp_path.rglob("*")] == ["here"]
+
+
 def test_only_a_plan_is_said_to_need_no_weights(tmp_path):
     nowhere = tmp_path / "runs" / "nope"
     alone = "its config.json alone is enough"

@@ -212,3 +212,16 @@ def test_what_does_not_fit_is_refused(tmp_path):
         unfold_adapter(tmp_path / "adapter", tmp_path / "plain", tmp_path / "out")
     with pytest.raises(CheckpointError, match="exists already"):
         unfold_adapter(tmp_path / "adapter", tmp_path / "folded", tmp_path / "plain")
+
+
+def test_an_adapter_leaves_an_interrupted_quantization_of_its_name_alone(tmp_path):
+    write_tiny(tmp_path / "plain", "qwen2-tied")
+    fold(tmp_path / "plain", tmp_path / "folded")
+    lora = LoraConfig(rank=4)
+    save_adapter(load_tiny(tmp_path / "plain", lora=lora), tmp_path / "adapter", base_path="x", lora=lora)
+    interrupted = tmp_path / "out.partial"
+    interrupted.mkdir()
+    (interrupted / "layer-00000.safetensors").write_bytes(b"hours of work")
+    unfold_adapter(tmp_path / "adapter", tmp_path / "folded", tmp_path / "out")
+    assert (tmp_path / "out" / "adapter_model.safetensors").exists()
+    assert (interrupted / "layer-00000.safetensors").read_bytes() == b"hours of work"

@@ -80,12 +80,13 @@ def test_sigterm_says_how_to_go_on(tmp_path):
     assert "Traceback" not in told
 
 
-def test_a_system_that_refuses_is_an_error_for_the_user(tmp_path, monkeypatch):
+@pytest.mark.parametrize("place", [None, "q.partial", "q.partial/layer-00000.safetensors"])
+def test_a_system_that_refuses_is_an_error_for_the_user(tmp_path, monkeypatch, place):
     def refuse(*arguments, **settings):
-        raise PermissionError(13, "Permission denied")
+        raise PermissionError(13, "Permission denied", place and str(tmp_path / place))
 
     monkeypatch.setattr("qerl.quantize.partial.save_tensors", refuse)
-    with pytest.raises(OutputError, match="Permission denied"):
+    with pytest.raises(OutputError, match=r"q\.partial cannot be written; got Permission denied"):
         quantize_checkpoint(DEMO, tmp_path / "q")
 
 
