@@ -15,7 +15,7 @@ def require_gpu(*, tiny: bool) -> None:
     """Ends the program where it would need a GPU and there is none."""
     if not tiny and not torch.cuda.is_available():
         print(
-            "error: this benchmark measures a CUDA device, and torch finds none (kernels, rollout, step, layers and loop have --tiny for the CPU)",
+            "error: this benchmark measures a CUDA device, and torch finds none (kernels, rollout, prefill, curves, step, layers and loop have --tiny for the CPU)",
             file=sys.stderr,
         )
         raise SystemExit(2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -179,7 +180,8 @@ class PromptSampler:
 def _build(row: Mapping[str, Any], place: str, tokenizer: Tokenizer, data: DataConfig) -> Prompt:
     messages = _messages(_field(row, data.question_key, "data.question_key", place), place, data)
     answer = _field(row, data.answer_key, "data.answer_key", place)
-    if isinstance(answer, bool) or not isinstance(answer, str | int | float) or answer != answer:
+    endless = isinstance(answer, float) and not math.isfinite(answer)
+    if isinstance(answer, bool) or not isinstance(answer, str | int | float) or endless:
         raise DataError(
             f"{place}: the answer in field {data.answer_key!r} is not text or a number",
             got=f"{answer!r:.80}",

@@ -284,7 +284,8 @@ def _missing(name: str) -> DataError:
     remedy = "Check the path, or set QERL_DATA to the folder of your data sets"
     close = nearest(name, known)
     if close is None and folder.is_dir() and folder != Path():
-        beside = nearest(Path(name).name, [entry.name for entry in folder.iterdir()])
+        # What stands there under this very name is no file: a device, or a link to nothing.
+        beside = nearest(Path(name).name, [entry.name for entry in folder.iterdir() if entry.name != Path(name).name])
         close = str(folder / beside) if beside else None
     where = f"under $QERL_DATA ({root})" if root is not None else "under $QERL_DATA (which is not set)"
     return DataError(

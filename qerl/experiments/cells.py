@@ -98,7 +98,9 @@ def load_matrix(path: Path) -> MatrixConfig:
     try:
         return MatrixConfig.model_validate_json(json.dumps(values))
     except ValidationError as error:
-        problems = list(dict.fromkeys(_complaint(detail, lines) for detail in error.errors()))
+        # A list whose entries are refused counts as too short as well.
+        details = [detail for detail in error.errors() if not (detail["type"] == "too_short" and detail["input"])]
+        problems = list(dict.fromkeys(_complaint(detail, lines) for detail in details))
         raise ConfigError(f"{path} is no matrix:" + "".join(f"\n  - {text}" for text in problems)) from None
 
 

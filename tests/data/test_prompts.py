@@ -99,6 +99,7 @@ def test_all_prompts_dropped_is_an_error_with_counts():
         (row(answer=None), {}, "not text or a number"),
         (row(answer=True), {}, "not text or a number"),
         (row(answer=float("nan")), {}, "not text or a number"),
+        (row(answer=float("inf")), {}, "not text or a number"),  # as JSON's 1e400 reads
         (row(answer=["1"]), {}, "not text or a number"),
         (row(""), {}, "the question is empty"),
         (row([]), {}, "the question is empty"),

@@ -126,6 +126,13 @@ def test_what_does_not_exist_is_named_with_the_nearest_match(data_root, name, me
         load_rows(name, default_split="train")
 
 
+def test_what_is_no_file_is_not_given_as_its_own_nearest_match(data_root):
+    (data_root / "gone.jsonl").symlink_to("nowhere")
+    with pytest.raises(DataError) as caught:
+        load_rows("data/gone.jsonl", default_split="train")
+    assert "there is no data set" in str(caught.value) and "Did you mean 'data/gone.jsonl'" not in str(caught.value)
+
+
 def test_a_hub_name_without_the_package_says_how_to_install_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(MissingDependencyError, match="pip install datasets"):

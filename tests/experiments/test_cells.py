@@ -167,6 +167,15 @@ def test_mistakes_in_a_file_are_named(tmp_path, match, changes):
     refused(tmp_path, match, **changes)
 
 
+def test_a_list_with_an_entry_that_is_refused_is_not_said_to_be_empty(tmp_path):
+    path = write_matrix(tmp_path, seeds=[-1])
+    with pytest.raises(ConfigError) as caught:
+        load_matrix(path)
+    assert "seeds.0" in str(caught.value) and "at least 1 item" not in str(caught.value)
+    with pytest.raises(ConfigError, match=r"seeds.*at least 1 item"):
+        load_matrix(write_matrix(tmp_path, seeds=[]))
+
+
 def test_the_command_line_cannot_undo_an_arm(tmp_path):
     refused(tmp_path, r"aqn\.enabled is what the arms differ in", ["aqn.enabled=false"])
     refused(tmp_path, r"run\.name is set by the matrix", ["run.name=x"])
