@@ -67,9 +67,9 @@ def write_checkpoint(folder: Path, architecture: str, seed: int = 0) -> Path:
     return folder
 
 
-def load_tiny(folder: Path, *, dtype=torch.float32, quantized=False, adapters=True, **settings):
+def load_tiny(folder: Path, *, dtype=torch.float32, quantized=False, adapters=True, dense_cache="auto", **settings):
     """The decoder, its adapters (where wanted) moved away from zero so that they matter."""
-    quant = QuantConfig(format="nvfp4" if quantized else "bf16")
+    quant = QuantConfig(format="nvfp4" if quantized else "bf16", dense_cache=dense_cache)
     lora = LoraConfig(rank=4, alpha=8.0) if adapters else None
     model = load_model(folder, quant=quant, lora=lora, dtype=dtype, **settings)
     if adapters:
