@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 BASES = ("bf16", "nvfp4", "mxfp4", "nf4", "nf4_dq")
 """Formats of a base."""
@@ -76,3 +76,31 @@ def tokens_by_size(known: Collection[str]) -> Callable[[str], tuple[str, int]]:
         return size, count(most)
 
     return read
+
+
+_NOT_GIVEN = object()
+
+
+def given(parser: argparse.ArgumentParser, words: Sequence[str] | None = None) -> list[str]:
+    """Options that stand on the command line, with whatever value, as the parser names them; in the parser's order."""
+    known = vars(parser.parse_args(words))
+    # What is there already is not set to its default.
+    found = parser.parse_args(words, argparse.Namespace(**dict.fromkeys(known, _NOT_GIVEN)))
+    return [name for name in known if getattr(found, name) not in (_NOT_GIVEN, [])]
+
+
+def refuse_unused(
+    parser: argparse.ArgumentParser, names: Sequence[str], acts: Mapping[str, str], missing: Mapping[str, str]
+) -> None:
+    """End with a message where an option acts on nothing.
+
+    Args:
+        parser: of the program.
+        names: options that are given.
+        acts: option -> what it acts on, one of a few things with a comma between; an option that is not here acts always.
+        missing: what is not there -> what to say of an option that acts on nothing else.
+    """
+    for name in names:
+        kinds = acts.get(name, "").split(",")
+        if all(kind in missing for kind in kinds):
+            parser.error(f"--{name.replace('_', '-')} is {missing[kinds[0]]}")

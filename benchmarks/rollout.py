@@ -28,7 +28,7 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ import torch
 
 from benchmarks.captured import profile
 from benchmarks.lengths import NO_EOS, make_prompts, real, realistic
-from benchmarks.options import BASES, HEADS, SCOPES, count, count_from_0, counts, names, rooms
+from benchmarks.options import BASES, HEADS, SCOPES, count, count_from_0, counts, given, names, refuse_unused, rooms
 from benchmarks.stored import write_result
 from benchmarks.synthetic import SHAPES, StubTokenizer, model_spec, random_model
 from benchmarks.timing import deciles, require_gpu
@@ -225,20 +225,44 @@ def cells_of(arguments: argparse.Namespace, scope: str) -> Iterator[tuple[int, b
             yield sequences, together == "on"
 
 
-def refuse_what_would_be_ignored(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
-    """End with a message where an option has nothing to act on."""
-    given = {name for name in ("rows", "kv_gb", "chunk") if getattr(arguments, name) != parser.get_default(name)}
-    given -= {"kv_gb"} if arguments.kv_gb == [None] else set()
-    if given and not arguments.realistic:
-        parser.error(f"--{min(given).replace('_', '-')} is of --realistic, which is not given")
+ACTS_ON = {
+    **dict.fromkeys(("size", "formats", "noise", "sequences", "rank", "calls", "seconds"), "table,realistic"),
+    **dict.fromkeys(("prompt", "dense_cache"), "table,realistic"),
+    **dict.fromkeys(("noise_at", "new", "together", "bare"), "table"),
+    **dict.fromkeys(("rows", "kv_gb", "chunk"), "realistic"),
+    **dict.fromkeys(("data", "prompts", "answer"), "model"),
+}
+"""Option -> cells that it acts on: those of ``--sequences`` (the table), ``--realistic`` and ``--model``."""
+
+
+def refuse_what_would_be_ignored(
+    parser: argparse.ArgumentParser, arguments: argparse.Namespace, named: Sequence[str]
+) -> None:
+    """End with a message where an option, of those that are given, has nothing to act on."""
     if arguments.model and arguments.realistic:
         parser.error("--realistic imposes lengths on random weights; answers of --model end by themselves")
     if arguments.settings and not arguments.model:
         parser.error(f"{arguments.settings[0]} is a setting of --model, which is not given")
+    if "noise_at" in named and not arguments.model and arguments.noise == ["off"]:
+        parser.error("--noise-at is of scopes in --noise, which names none")
+    missing = {}
+    if arguments.model:
+        random = "of random weights, and --model is given: what it runs is the sampling of a training step"
+        missing = {"table": random, "realistic": random}
+    else:
+        missing["model"] = "of --model, which is not given"
+        scopes = [scope for _, _, scopes in models_of(arguments) for scope in scopes]
+        if not any(True for scope in scopes for _ in cells_of(arguments, scope)):
+            missing["table"] = "of --sequences, which names none"
+        if not arguments.realistic:
+            missing["realistic"] = "of --realistic, which is not given"
+            if "table" in missing:
+                parser.error("--sequences names none, and --realistic and --model are not given: nothing is measured")
+    refuse_unused(parser, named, ACTS_ON, missing)
 
 
-def main() -> None:
-    started = time.perf_counter()
+def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--size", default="7B", choices=SHAPES)
@@ -290,8 +314,14 @@ def main() -> None:
     parser.add_argument("--prompts", type=count, default=64, help="questions of --data")
     parser.add_argument("--answer", type=count, default=512, help="most tokens of an answer to them")
     parser.add_argument("settings", nargs="*", metavar="key=value", help="settings of --model")
-    arguments = parser.parse_args()
-    refuse_what_would_be_ignored(parser, arguments)
+    arguments = parser.parse_args(words)
+    refuse_what_would_be_ignored(parser, arguments, given(parser, words))
+    return arguments
+
+
+def main() -> None:
+    started = time.perf_counter()
+    arguments = parse()
     require_gpu(tiny=arguments.tiny or bool(arguments.model))
     cells: list[dict[str, Any]] = []
     missing: list[str] = []

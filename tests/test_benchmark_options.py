@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import re
+import shlex
+from pathlib import Path
 
 import pytest
+import yaml
 
 from benchmarks import layers, options, rollout, step
 
@@ -26,6 +30,35 @@ REFUSED = {
     "--formats nvfp4/nf4": "'nvfp4/nf4' is no format",
     "--size 9B": "invalid choice: '9B'",
     "rollout.read_together=false": "a setting of --model",
+    "--data gsm8k": "--data is of --model, which is not given",
+    "--prompts 8": "--prompts is of --model",
+    "--answer 512": "--answer is of --model",
+    **{
+        f"--model demo {option}": f"{option.split()[0]} is of random weights, and --model is given"
+        for option in (
+            "--size 7B",
+            "--formats bf16",
+            "--noise off",
+            "--noise-at 8",
+            "--sequences 8",
+            "--rank 32",
+            "--calls 3",
+            "--seconds 9",
+            "--prompt 16",
+            "--new 192",
+            "--together on",
+            "--dense-cache on",
+            "--bare",
+            "--rows 4",
+            "--kv-gb auto",
+            "--chunk 9",
+        )
+    },
+    "--noise-at 8": "--noise-at is of scopes in --noise, which names none",
+    "--kv-gb auto": "--kv-gb is of --realistic, which is not given",
+    "--sequences=": "nothing is measured",
+    "--sequences= --realistic --bare": "--bare is of --sequences, which names none",
+    "--sequences= --realistic --noise response --new 9": "--new is of --sequences",
 }
 
 
@@ -40,6 +73,21 @@ def refusal(module, words, monkeypatch, capsys):
 @pytest.mark.parametrize("words", REFUSED)
 def test_rollouts_are_not_begun_with_options_that_cannot_be(words, monkeypatch, capsys):
     assert REFUSED[words] in refusal(rollout, words, monkeypatch, capsys)
+
+
+def test_every_option_of_rollouts_is_known_to_act_somewhere():
+    """One that is not in the table acts always."""
+    assert {*vars(rollout.parse([]))} - {*rollout.ACTS_ON} == {"out", "tiny", "model", "realistic", "settings"}
+
+
+def test_rollouts_that_are_listed_are_not_refused():
+    root = Path(__file__).resolve().parents[1]
+    jobs = yaml.safe_load((root / "benchmarks" / "jobs.yaml").read_text())["jobs"]
+    lines = [job["command"] for job in jobs] + (root / "docs" / "rollout.md").read_text().splitlines()
+    found = [match[1] for line in lines for match in re.finditer(r"qerl bench rollout (.*?)(?: && |$)", line)]
+    assert len(found) > 30
+    for words in found:
+        rollout.parse(shlex.split(words.strip("`"), comments=True))
 
 
 @pytest.mark.parametrize(
