@@ -35,6 +35,7 @@ from qerl.verbs.options import (
     Checkpoint,
     Data,
     Settings,
+    Sigma,
     TargetArgument,
     as_settings,
     meant_as_argument,
@@ -210,27 +211,27 @@ def rollout(
     adapter: Adapter = None,
     base: Base = False,
     temperature: Annotated[float | None, typer.Option(help="Sampling temperature; 0 is greedy.")] = None,
+    sigma: Sigma = None,
     limit: Annotated[int | None, typer.Option(metavar="N", min=1, help="Only the first N prompts.")] = None,
 ) -> None:
     """Sample and score answers; writes behavior records (tokens, log-probs, rewards) as parquet."""
     config_file, overrides = split_settings(settings)
     from qerl.train.fit import within_budget
-    from qerl.train.standalone import resolve_target, sample_target
+    from qerl.train.standalone import sample_target
+    from qerl.train.target import resolve_target
 
+    given = as_settings({"data.train": data, "rollout.temperature": temperature})
     resolved = resolve_target(
-        target,
-        [*overrides, *as_settings({"data.train": data, "rollout.temperature": temperature})],
-        config_file=config_file,
-        checkpoint=checkpoint,
-        adapter=adapter,
-        base=base,
+        target, [*overrides, *given], config_file=config_file, checkpoint=checkpoint, adapter=adapter, base=base
     )
     with progress_bar() as on_progress, within_budget(resolved.config):
-        result = sample_target(resolved, samples=n, limit=limit, out=out, warn=warn, on_progress=on_progress)
+        asked: dict[str, Any] = {"samples": n, "limit": limit, "sigma": sigma}
+        result = sample_target(resolved, **asked, out=out, warn=warn, on_progress=on_progress)
     accuracy = "nothing scorable" if result["accuracy"] is None else f"{100 * result['accuracy']:.1f} %"
     print_facts(
         {
             "policy": f"{resolved.description} ({resolved.config.quant.format} base)",
+            "noise": result["noise"],
             "answers": f"{result['answers']}, accuracy {accuracy}",
             "speed": f"{result['tokens_per_second']:.0f} tokens/s ({result['generated_tokens']:.0f} tokens in {result['seconds']:.1f} s)",
             "records": result["path"],

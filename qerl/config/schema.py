@@ -238,7 +238,8 @@ class EvalConfig(Section):
     samples: Positive = 1
     """Answers per question; more than 1 needs a temperature above 0."""
     noise: bool = False
-    """Evaluate with the training noise of the current stage (keyed apart from every rollout)."""
+    """Evaluate with the training noise of the current stage (keyed apart from every rollout): while a run trains in place of the clean policy, `qerl eval`
+    beside it. `qerl rollout` samples with it."""
     noisy_draws: NonNegative = 1
     """After training with `aqn.enabled`, evaluate with its noise too, under so many keys, against the clean policy; 0 does not."""
     max_new_tokens: Positive | None = None

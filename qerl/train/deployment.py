@@ -27,28 +27,14 @@ from qerl.model.checkpoint import load_adapter
 from qerl.records import Prompt
 from qerl.reward.compose import Rewarder
 from qerl.rollout.engine import ProgressCallback
-from qerl.train.noise.director import NoiseDirector, load_sum, needs_calibration
+from qerl.train.noise.deployed import NoiseRequest, check_noise, drawn
 from qerl.train.prompts import SOURCES, load_prompts
-from qerl.train.resume import TrainState, read_state
 from qerl.train.session import Session, open_session
-from qerl.train.standalone import Target, resolve_target
+from qerl.train.target import Target, resolve_target
 
 BASE = "base"
 EFFECT_TOKENS = 64
 """Tokens of the first prompt at which the effect of an adapter is read."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NoiseRequest:
-    """A noisy deployment to measure beside the clean one.
-
-    Attributes:
-        draws: how many keys; each is one policy.
-        sigma: level instead of the run's own at the checkpoint, in the unit of ``aqn.magnitude``.
-    """
-
-    draws: int
-    sigma: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,7 +151,9 @@ def measure(
             "two data sets of one evaluation have one name", got=", ".join(called), remedy="Name each of them once"
         )
     if noise is not None:
-        _check_noise(config, targets, noise)
+        check_noise(
+            config, [target for _, target in targets], noise, asked="--noise or eval.noise=true, without --sigma"
+        )
     for text in dict.fromkeys(note for _, target in targets for note in target.notes):
         warn(text)
     models = _Models(adapted=any(target.adapter is not None for _, target in targets))
@@ -204,12 +192,12 @@ def measure(
                 effects.append(adapter_effect(session, prompts[names[0]][0], policy))
                 if effects[-1].dead:
                     warn(f"{policy} changes no logit of the base: its adapter is empty, or is not applied")
-            draws = list(_draws(config, session, target, noise, warn))
+            draws = list(drawn(config, session, target, noise, warn, group_size=config.eval.samples))
             for suite in names:
                 clean = answer(session, suite, policy, None)
                 noisy = [
-                    (state, answer(session, suite, f"{policy}, noise draw {index}", draw))
-                    for index, (state, draw) in enumerate(draws)
+                    (draw.state.to_dict(), answer(session, suite, f"{policy}, noise draw {index}", draw))
+                    for index, draw in enumerate(draws)
                 ]
                 if noisy:
                     spreads.append(noise_spread(clean, noisy))
@@ -261,52 +249,6 @@ def _prompts(config: Config, session: Session, source: str, warn: Callable[[str]
     for text in notes:
         warn(text)
     return prompts
-
-
-def _has_noise(config: Config, target: Target, request: NoiseRequest) -> bool:
-    return request.sigma is not None or (config.aqn.enabled and target.updates > 0)
-
-
-def _check_noise(config: Config, targets: Sequence[tuple[str, Target]], request: NoiseRequest) -> None:
-    """Refuse a request that no policy could meet, before anything is measured."""
-    if not any(_has_noise(config, target, request) for _, target in targets):
-        raise ConfigError(
-            "there is no noise to measure: no policy here was trained with any",
-            got="--noise without --sigma",
-            remedy="Give the level: --sigma 0.01",
-        )
-    bare = any(target.updates == 0 and _has_noise(config, target, request) for _, target in targets)
-    if config.aqn.magnitude == "sensitivity" and bare:
-        raise ConfigError(
-            "noise by sensitivity is measured while a run trains",
-            got="aqn.magnitude=sensitivity for a policy without adapter",
-            remedy="Add aqn.magnitude=relative",
-        )
-
-
-def _draws(
-    config: Config, session: Session, target: Target, request: NoiseRequest | None, warn: Callable[[str], None]
-) -> Iterator[tuple[dict[str, Any], Noise]]:
-    """The noise of each draw, with what identifies it; none for a base policy without a sigma of its own."""
-    if request is None or not _has_noise(config, target, request):
-        return
-    noisy = config.model_copy(update={"aqn": config.aqn.model_copy(update={"enabled": True})})
-    folder = target.adapter or Path(target.config.model.path or "")
-    known = (folder / "trainer_state.json").is_file()
-    state = read_state(folder) if known else TrainState()
-    total = load_sum(folder, noisy, session) if known else {}
-    prompts: list[Prompt] = []
-    if needs_calibration(config.aqn) and config.data.train is not None:
-        prompts = load_prompts(config, session.tokenizer, config.data.train, "train", None)[0]
-    director = NoiseDirector(noisy, session, prompts, state.noise, total)
-    for index in range(request.draws):
-        draw = director.deployment(step=state.step, completed=state.updates, draw=index, sigma=request.sigma)
-        if draw is None:
-            warn(f"the noise of {target.description} has sigma 0 here; --sigma gives another level")
-            return
-        yield draw.state.to_dict(), draw
-    for text in director.take_warnings():
-        warn(text)
 
 
 def _against_first(

@@ -97,8 +97,9 @@ def evaluate(
     flags = {"eval.samples": samples, "eval.temperature": temperature, "data.eval_limit": limit}
     from qerl.eval.files import Measurement, write_evaluations, write_questions
     from qerl.eval.table import table_lines
-    from qerl.train.deployment import NoiseRequest, choose_targets, measure
+    from qerl.train.deployment import choose_targets, measure
     from qerl.train.fit import within_budget
+    from qerl.train.noise.deployed import NoiseRequest
 
     targets = choose_targets(
         target,

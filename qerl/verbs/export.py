@@ -107,7 +107,7 @@ def _export_run(
 ) -> None:
     from qerl.train.export import export_adapter, export_model
     from qerl.train.session import require_model_path
-    from qerl.train.standalone import resolve_target
+    from qerl.train.target import resolve_target
 
     target = resolve_target(source, checkpoint=checkpoint)
     config = target.config

@@ -27,6 +27,12 @@ Checkpoint = Annotated[
 ]
 Adapter = Annotated[Path | None, typer.Option(metavar="DIR", help="PEFT adapter to load on a model folder.")]
 Base = Annotated[bool, typer.Option("--base", help="The run's base model, without its adapter.")]
+Sigma = Annotated[
+    float | None,
+    typer.Option(
+        metavar="S", min=0.0, help="Sample with noise of this level; with eval.noise=true the run's own if not given."
+    ),
+]
 TargetArgument = Annotated[
     str,
     typer.Argument(

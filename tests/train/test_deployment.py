@@ -9,9 +9,14 @@ from qerl.config.load import load_config
 from qerl.data.synthetic import arithmetic_problems
 from qerl.errors import ConfigError, RunFolderError
 from qerl.eval.files import suite_name, suite_names
+from qerl.metrics.behavior import read_behavior
 from qerl.metrics.run_dir import RunDir
-from qerl.train.deployment import NoiseRequest, choose_targets, measure
+from qerl.train.deployment import choose_targets, measure
+from qerl.train.noise.deployed import NoiseRequest
+from qerl.train.rescore import rescore
 from qerl.train.run import train
+from qerl.train.standalone import sample_target
+from qerl.train.target import resolve_target
 
 SETTINGS = [
     "model.path=demo",
@@ -146,6 +151,47 @@ def test_every_kind_of_noise_is_deployed_as_the_run_deployed_it(folder, tmp_path
     assert stated["accuracies"] == list(spread.accuracies)
     kept = (tmp_path / "tiny" / "evaluations" / "step-000002-noise0.jsonl").read_text().splitlines()
     assert [json.loads(row)["answers"] for row in kept] == [r["answers"] for r in found.measurements[1].result.rows]
+
+
+def sampled(target, out, settings=(), **asked):
+    """(texts, record of the noise) of what `qerl rollout` writes."""
+    said = []
+    facts = sample_target(resolve_target(str(target), settings), samples=2, limit=3, out=out, warn=said.append, **asked)
+    rows = read_behavior(RunDir(out).rollout_path(0))
+    assert len({json.dumps({**(row["noise"] or {}), "key": 0}) for row in rows}) == 1
+    return [row["text"] for row in rows], rows[0]["noise"], facts["noise"], said
+
+
+def test_rollouts_are_sampled_with_the_noise_that_evaluations_measure_and_record_it(folder, tmp_path):
+    asked = ("eval.noise=true", "aqn.scope=response")
+    texts, noise, words, _ = sampled(folder / "tiny", tmp_path / "noisy", asked)
+    found, _ = run(folder, choose_targets(str(folder / "tiny"), asked), noise=NoiseRequest(draws=1))
+    (expected,) = json.loads(json.dumps(found.spreads[0].keys))
+    assert {name: noise[name] for name in expected} == expected | {"group_size": 2}
+    assert words == "scope response, sigma 0.3"
+    clean, nothing, words, _ = sampled(folder / "tiny", tmp_path / "clean")
+    assert (nothing, words) == (None, "none") and clean != texts
+    other, noise, _, _ = sampled(folder / "tiny", tmp_path / "other", asked, sigma=0.1)
+    assert noise["sigma"] == 0.1 and other not in (texts, clean)
+    silent, noise, words, said = sampled(folder / "tiny", tmp_path / "silent", asked, sigma=0.0)
+    assert (silent, noise, words) == (clean, None, "none") and any("sigma 0" in text for text in said)
+
+
+def test_a_model_that_was_not_trained_with_noise_is_sampled_with_a_level_that_is_given(tmp_path):
+    settings = (
+        "data.train=arithmetic",
+        "rollout.max_prompt_tokens=96",
+        "rollout.max_new_tokens=12",
+        "model.dtype=float32",
+    )
+    with pytest.raises(ConfigError, match=r"eval.noise=true without --sigma.*--sigma 0.01, or set eval.noise=false"):
+        sampled("demo", tmp_path / "refused", (*settings, "eval.noise=true", "aqn.sigma_start=0.5"))
+    assert not (tmp_path / "refused").exists()
+    texts, noise, _, _ = sampled("demo", tmp_path / "noisy", (*settings, "eval.noise=true"), sigma=0.3)
+    assert noise["sigma"] == 0.3
+    assert sampled("demo", tmp_path / "same", settings, sigma=0.3)[:2] == (texts, noise)
+    replayed = rescore(tmp_path / "noisy")
+    assert replayed.noise == "scope rollout, stage 0, sigma 0.3" and replayed.largest < 1e-4
 
 
 def test_a_run_can_do_without_its_noisy_accuracy(folder, tmp_path):

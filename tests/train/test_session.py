@@ -8,6 +8,7 @@ import torch
 from qerl import memory
 from qerl.config.load import load_config
 from qerl.train import run, session, standalone, warnings
+from qerl.train.target import resolve_target
 
 SMALL = ("rollout.max_prompt_tokens=8", "rollout.max_new_tokens=6", "lora.rank=2")
 SHAPES = {
@@ -45,7 +46,7 @@ def test_a_rollout_says_when_many_answers_were_computed_again(tmp_path, monkeypa
     """None is here, which is more than a bound below zero."""
     monkeypatch.setattr(warnings, "MANY_PREEMPTED", most)
     settings = ("rollout.max_prompt_tokens=48", *SMALL[1:], "data.train=arithmetic")
-    target, said = standalone.resolve_target("demo", settings), []
+    target, said = resolve_target("demo", settings), []
     standalone.sample_target(target, samples=2, limit=3, out=tmp_path / "out", warn=said.append)
     assert [text for text in said if "put back" in text] == [text for text in said if "put back 0 times, of 6" in text]
     assert any("rollout.max_num_seqs" in text for text in said) == (most < 0)

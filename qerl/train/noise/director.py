@@ -105,7 +105,9 @@ class NoiseDirector:
         ``eval.noise`` is set."""
         return self.deployment(step=step, completed=completed) if self.config.eval.noise else None
 
-    def deployment(self, *, step: int, completed: int, draw: int = 0, sigma: float | None = None) -> Noise | None:
+    def deployment(
+        self, *, step: int, completed: int, draw: int = 0, sigma: float | None = None, group_size: int | None = None
+    ) -> Noise | None:
         """Noise that a policy is deployed with after ``step``: as the next rollout would have it, keyed apart from every
         rollout. Accumulated noise is one draw as large as the whole sum.
 
@@ -114,6 +116,7 @@ class NoiseDirector:
             completed: optimizer updates made so far; decides the stage.
             draw: which of several keys.
             sigma: level in place of the schedule's or the sum's, in the unit of ``aqn.magnitude``.
+            group_size: answers to a prompt; ``eval.samples`` when not given.
 
         Returns:
             None where there is nothing to add.
@@ -129,7 +132,7 @@ class NoiseDirector:
         state = replace(state, stream=stream, sigma=level, mode="replace", history=())
         if state.silent:
             return None
-        return replace(state, group_size=self.config.eval.samples).materialize(self.session.model)
+        return replace(state, group_size=group_size or self.config.eval.samples).materialize(self.session.model)
 
     def observe(self, state: NoiseState | None, metrics: Mapping[str, float]) -> None:
         """Show the controller what a finished rollout gave."""
