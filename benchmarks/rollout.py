@@ -130,7 +130,10 @@ def steps(
     if cuda:
         torch.cuda.reset_peak_memory_stats()
     tokenizer: Any = StubTokenizer(NO_EOS)
-    engine = Engine(model, tokenizer, max_num_seqs=sequences, expected_tokens=prompt + new, read_together=together)
+    paged = cuda or together
+    engine = Engine(
+        model, tokenizer, max_num_seqs=sequences, expected_tokens=prompt + new, paged=paged, read_together=together
+    )
     group = math.gcd(sequences, 8)
     prompts = make_prompts(sequences // group, prompt, model.spec.vocab_size)
     times, whole, first, rounds = [], [], {}, []

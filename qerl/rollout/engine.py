@@ -30,6 +30,7 @@ from qerl.model.tokenizer import Tokenizer
 from qerl.records import Completion, Prompt, SamplingSpec
 from qerl.rollout import together
 from qerl.rollout.call import Call, ProgressCallback
+from qerl.rollout.engine_checks import check_choices, check_counts, check_kv_format
 from qerl.rollout.sampler import check_sampling
 from qerl.rollout.sequence import Answer, Sequence
 from qerl.rollout.workspace import Layout, Workspace
@@ -71,17 +72,18 @@ class Engine:
             default on CUDA only.
         expected_tokens: longest sequence that calls will bring, prompt and answer. A paged cache is made for all rows at that length
             at once, where the memory for it suffices, and not again when a later call needs more than the first.
-        kv_bytes: most bytes of paged keys and values. When not given: half of what a CUDA device has free for this process, no bound on the CPU.
+        kv_bytes: most bytes of keys and values, of a paged cache alone. When not given: half of what a CUDA device has free for this process, no bound on the CPU.
         kv_format: `compute`: keys and values in the type of attention; `fp8_values`: values in FP8; `fp8`: both.
         graphs: decode steps are captured; by default on CUDA, and only there.
         lends: `release` gives the memory of keys and values back and keeps the captured steps, which find it where it was; on a CUDA device
             that can.
         static_shapes: an answer has the same bits alone, in any batch and in any order: every step has ``max_num_seqs`` rows, every
             prompt is a pass of its own, or several in parts, nothing is preempted, and the cache is paged. Slower.
-        read_together: in a decode step, answers to one prompt read its pages together, where that pays (`qerl.rollout.together`).
+        read_together: in a decode step, answers to one prompt read its pages together, where that pays (`qerl.rollout.together`); of a paged cache.
 
     Raises:
-        ConfigError: a limit below 1, a max_model_len beyond the model's, graphs on the CPU, or ``read_together`` with ``static_shapes``.
+        ConfigError: a limit below 1, a max_model_len beyond the model's, no such kv_format, graphs on the CPU, what needs a paged cache without one, or
+            ``read_together`` with ``static_shapes``.
     """
 
     name = "qerl"
@@ -105,53 +107,43 @@ class Engine:
         kv_format: KvFormat = "compute",
         read_together: bool = False,
     ):
-        limit = model.spec.max_positions
-        for name, value in (("max_num_seqs", max_num_seqs), ("prefill_tokens", prefill_tokens), ("window", window)):
-            if value is not None and value < 1:
-                raise ConfigError(f"engine setting {name} is out of range", got=value, expected="1 or more")
-        if max_model_len is not None and not 1 <= max_model_len <= limit:
-            raise ConfigError(
-                "engine setting max_model_len is out of range",
-                got=max_model_len,
-                expected=f"1 to {limit}, the model's longest sequence",
-            )
+        self.device = torch.device(device) if device is not None else model.device
+        cuda, limit = self.device.type == "cuda", model.spec.max_positions
+        self.paged = (cuda or static_shapes) if paged is None else paged
+        self.graphs = cuda if graphs is None else graphs
+        check_counts(
+            {"max_num_seqs": max_num_seqs, "prefill_tokens": prefill_tokens, "window": window, "kv_bytes": kv_bytes},
+            expected_tokens=expected_tokens,
+            max_model_len=max_model_len,
+            limit=limit,
+        )
+        check_kv_format(kv_format, self.device)
+        check_choices(
+            paged=self.paged,
+            graphs=self.graphs,
+            static_shapes=static_shapes,
+            read_together=read_together,
+            kv_bytes=kv_bytes,
+            device=self.device,
+        )
         self.model = model
         self.tokenizer = tokenizer
         self.max_num_seqs = max_num_seqs
         self.max_model_len = max_model_len or limit
         self.prefill_tokens = self.chunk_tokens = prefill_tokens
-        self.device = torch.device(device) if device is not None else model.device
-        cuda = self.device.type == "cuda"
         self.window = window or (CUDA_WINDOW if cuda else 1)
         self.ahead = int(cuda)
         """Rounds of steps under way when the host looks at the one before them."""
         self.static_shapes = static_shapes
-        self.paged = static_shapes or (cuda if paged is None else paged)
-        if read_together and static_shapes:
-            raise ConfigError(
-                "rows that read pages together do not keep their bits when others end",
-                got="rollout.read_together=true and rollout.static_shapes=true",
-                expected="one of them at most",
-            )
         self.read_together = read_together
         self._members = members_for(model.spec.num_heads, model.spec.num_kv_heads)
         self.expected_tokens = expected_tokens
-        if kv_format != "compute" and cuda and torch.cuda.get_device_capability(self.device) < (8, 9):
-            raise ConfigError(
-                "keys and values in FP8 need a GPU that converts it",
-                got=f"rollout.kv_format={kv_format} on compute capability {torch.cuda.get_device_capability(self.device)}",
-                expected="8.9 or newer",
-                remedy="Set rollout.kv_format=compute.",
-            )
         self.kv_dtypes = (
             FP8 if kv_format == "fp8" else model.attention_dtype,
             model.attention_dtype if kv_format == "compute" else FP8,
         )
         """Of keys and of values in the cache."""
         self.kv_bytes = kv_bytes
-        self.graphs = cuda if graphs is None else graphs
-        if self.graphs and not (cuda and self.paged):
-            raise ConfigError("decode steps can be captured on CUDA with a paged cache only", got=str(self.device))
         self.buckets = buckets_for(max_num_seqs) if self.graphs else None
         """Row counts that a decode step may have; None: as many as run."""
         self.lends = lends and self.graphs and can_lend(self.device)

@@ -81,6 +81,8 @@ def open_session(
         load_adapter(model, adapter)
     # Without a plan (train.fit) the engine takes what it finds free, once copies of weights are there.
     planned = config.rollout.keep_cache != "auto" or config.rollout.kv_cache_gb != "auto"
+    # The CPU's cache is not in pages unless shapes are static, and these settings are of a GPU.
+    paged = device.type == "cuda" or config.rollout.static_shapes
     engine = Engine(
         model,
         tokenizer,
@@ -90,9 +92,9 @@ def open_session(
         max_model_len=_longest(config) if config.rollout.static_shapes else None,
         static_shapes=config.rollout.static_shapes,
         kv_format=config.rollout.kv_format,
-        read_together=config.reads_together,
+        read_together=config.reads_together and paged,
         lends=config.rollout.keep_cache == "off",
-        kv_bytes=memory.kv_bytes(config, spec, device.type) if planned else None,
+        kv_bytes=memory.kv_bytes(config, spec, device.type) if planned and paged else None,
     )
     return Session(config=config, model_path=model_path, model=model, tokenizer=tokenizer, engine=engine, device=device)
 
