@@ -1,8 +1,9 @@
-"""Commands that pages show: verbs, benchmarks and options of theirs that exist."""
+"""Commands that pages show: verbs, benchmarks and options of theirs that exist. Programs in Python that they show run."""
 
 import re
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
@@ -17,6 +18,7 @@ VERB = re.compile(r"\bqerl ([a-z]+)\b([^\n`#]*)")
 FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 SHOWN_AS_VERB = re.compile(r"(?:`|^ {4,})qerl ([a-z]+)\b", re.MULTILINE)
 SCRIPT = re.compile(r"\bpython ((?:benchmarks|scripts)/[\w/]+\.py)([^\n`#]*)")
+PROGRAM = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 OPTION = re.compile(r"(?<!\S)(--[a-z][a-z0-9-]*)")
 
 
@@ -63,6 +65,31 @@ def problems(text: str) -> list[str]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_commands_of_pages_have_options_that_exist(page):
     assert problems(page.read_text(encoding="utf-8")) == []
+
+
+PROGRAMS = [
+    pytest.param(program, id=f"{page.relative_to(ROOT)}-{index}")
+    for page in PAGES
+    for index, program in enumerate(PROGRAM.findall(page.read_text(encoding="utf-8")))
+]
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_programs_of_pages_compile(program):
+    compile(program, "page", "exec")
+
+
+def test_the_program_of_the_rollouts_page_does_what_it_says():
+    (program,) = PROGRAM.findall((ROOT / "docs" / "rollout.md").read_text(encoding="utf-8"))
+    found: dict[str, Any] = {}
+    exec(program, found)
+    completions, base, noisy = found["completions"], found["base"], found["noisy"]
+    assert [answer.sample_key for answer in completions] == [0, 1, 2, 3] and len(found["prompts"]) == 1
+    assert all(len(answer.token_ids) == len(answer.behavior_logprobs) for answer in completions)
+    assert {answer.stop_reason for answer in completions} <= {"stop", "length"}
+    # Fresh adapters change nothing, and noise does.
+    assert [answer.token_ids for answer in completions] == [answer.token_ids for answer in base]
+    assert [answer.behavior_logprobs for answer in completions] != [answer.behavior_logprobs for answer in noisy]
 
 
 def test_commands_of_the_list_of_measurements_have_options_that_exist():
