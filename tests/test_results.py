@@ -1,7 +1,9 @@
 """Stored measurements say what made them, and hold what their command asked for or say what is missing."""
 
 import json
+import re
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,6 +28,23 @@ def test_every_file_names_its_command(path):
         assert {"qerl", "torch", "triton"} <= known["versions"].keys() and (known["driver"] is None) == (
             not known["gpus"]
         )
+
+
+def commits(content) -> Iterator[str]:
+    """Every commit that a file names, at any depth."""
+    values = content.values() if isinstance(content, dict) else content if isinstance(content, list) else ()
+    if isinstance(content, dict) and isinstance(content.get("commit"), str):
+        yield content["commit"]
+    for value in values:
+        yield from commits(value)
+
+
+@pytest.mark.parametrize(
+    "path", sorted(RESULTS.rglob("*.json")), ids=lambda path: str(path.relative_to(RESULTS).with_suffix(""))
+)
+def test_a_commit_is_named_by_all_of_its_digits(path):
+    short = [commit for commit in commits(json.loads(path.read_text())) if not re.fullmatch("[0-9a-f]{40}", commit)]
+    assert not short
 
 
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.stem)
