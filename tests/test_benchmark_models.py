@@ -38,5 +38,5 @@ def test_small_unquantized_weights_are_read_by_kernels_but_where_they_train(monk
 def test_rollouts_are_timed_with_the_copies_that_a_run_would_have(monkeypatch, format, size, gigabytes, setting, kept):
     monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[1]))
     synthetic, rollout = (importlib.import_module(f"benchmarks.{name}") for name in ("synthetic", "rollout"))
-    monkeypatch.setattr(memory, "budget_of", lambda config, device: memory.parse_size(f"{gigabytes}GB"))
+    monkeypatch.setattr(memory, "budget_of", lambda config, device: memory.budget_of_size(config, f"{gigabytes}GB"))
     assert rollout.keeps_copies(synthetic.model_spec(size), format, setting, torch.device("cuda")) == kept

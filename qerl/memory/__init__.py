@@ -6,24 +6,23 @@ Prediction needs no weights and no device. Owners are disjoint. 1 GB = 1e9 bytes
 * ``pages``: the least of keys and values;
 * ``rows``: rows of the decode batch, and the noise kept for them;
 * ``copies``: whether dequantized copies of weights are kept;
+* ``budget``: how much memory a plan may take;
 * ``ledger``: ``predict`` adds them up by phase;
-* ``advice``: does it fit, what would, and what each setting buys;
+* ``advice``: what a plan decides, does it fit, what would, and what each setting buys;
 * ``limits``: the most of a setting that fits;
 * ``bound``: the budget held to while a run works, and what to say when memory runs out;
 * ``measure``: bytes of the tensors that exist, peaks by phase, and both against the prediction.
 """
 
 from qerl.memory.advice import (
-    Budget,
     Option,
-    budget_of,
     check_budget,
     options,
-    parse_size,
     resolve,
     together,
 )
 from qerl.memory.bound import OUTSIDE, within_budget
+from qerl.memory.budget import Budget, budget_of, budget_of_size
 from qerl.memory.copies import settle_copies
 from qerl.memory.ledger import PHASES, Ledger, check_cache, kv_bytes, predict
 from qerl.memory.limits import Limit, limits
@@ -47,6 +46,7 @@ __all__ = [
     "Option",
     "PhasePeaks",
     "budget_of",
+    "budget_of_size",
     "check_budget",
     "check_cache",
     "device_bytes",
@@ -56,7 +56,6 @@ __all__ = [
     "limits",
     "measure_resident",
     "options",
-    "parse_size",
     "policy_bytes",
     "predict",
     "process_bytes",

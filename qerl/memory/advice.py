@@ -1,27 +1,22 @@
-"""Does a plan fit, what is the most that would, and what does each setting buy?"""
+"""What a plan decides, does it fit, and what does each setting buy?"""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from pydantic import ValidationError
 
 from qerl.config.schema import Config
-from qerl.config.section import LARGEST
-from qerl.errors import ConfigError, MemoryBudgetError
-from qerl.kernels.cuda import share_of
+from qerl.errors import MemoryBudgetError
+from qerl.memory.budget import Budget
 from qerl.memory.copies import copies_pay, with_copies
 from qerl.memory.ledger import PHASES, check_cache, mini_batch_tokens, predict, wanted_kv_bytes
 from qerl.model.recompute import Checkpointing
 from qerl.model.spec import ModelSpec
 from qerl.units import GB, bytes_text
 
-USABLE = 0.92
-"""Share of a GPU's memory, or of what a run is given of it, that a plan may fill; the rest is for gaps between allocations and ``OUTSIDE``."""
 NOTABLE = 0.999
 """Share of a phase from which on a saving is not worth a line."""
 SHARE = 0.7
@@ -37,16 +32,6 @@ ORDER: tuple[Checkpointing, ...] = ("none", "selective", "full")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Budget:
-    """How much memory a plan may take."""
-
-    size: int
-    """Bytes."""
-    source: str
-    """Where the figure comes from, in words."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
     """One setting changed, with what it needs beside it."""
 
@@ -58,37 +43,6 @@ class Option:
     """The phase that then needs most."""
     price: str
     """What is paid for it, in words."""
-
-
-def parse_size(text: str) -> Budget:
-    """The budget of a GPU of a given size, e.g. ``24GB`` (1e9 bytes each) or ``24GiB``.
-
-    Raises:
-        ConfigError: no size.
-    """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(GB|GiB|G)?\s*", text, flags=re.IGNORECASE)
-    if match is None or not 0 < float(match[1]) <= LARGEST[float]:
-        raise ConfigError("--gpu is not a size of memory", got=text, expected="a number of GB, such as 24GB or 80GB")
-    unit = 2**30 if (match[2] or "").lower() == "gib" else GB
-    return Budget(size=int(USABLE * float(match[1]) * unit), source=f"{USABLE:.0%} of {text.strip()}")
-
-
-def budget_of(config: Config, device: torch.device) -> Budget | None:
-    """The budget that ``train.memory_budget`` means on a device; None where there is no bound.
-
-    A number on a GPU is like a GPU of that size: the plan may fill the same share of it, and the rest is for gaps (``bound``).
-    """
-    setting = config.train.memory_budget
-    if setting == "off" or (setting == "auto" and device.type != "cuda"):
-        return None
-    if device.type != "cuda":
-        assert setting != "auto"
-        return Budget(size=int(setting * GB), source=f"train.memory_budget={setting:g}")
-    share = share_of(device)
-    if setting != "auto" and setting * GB < share:
-        return Budget(size=int(USABLE * setting * GB), source=f"{USABLE:.0%} of train.memory_budget={setting:g}")
-    name = torch.cuda.get_device_name(device)
-    return Budget(size=int(USABLE * share), source=f"{USABLE:.0%} of {bytes_text(share)} ({name})")
 
 
 def resolve(config: Config, spec: ModelSpec, budget: Budget | None, *, device_type: str) -> Config:

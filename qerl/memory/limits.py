@@ -9,7 +9,8 @@ from functools import partial
 from pydantic import ValidationError
 
 from qerl.config.schema import Config
-from qerl.memory.advice import Budget, changed, largest_that
+from qerl.memory.advice import changed, largest_that
+from qerl.memory.budget import Budget
 from qerl.memory.ledger import kv_bytes, predict, sequences_with_room, wanted_kv_bytes
 from qerl.model.aqn.noise import TABLE_ROWS
 from qerl.model.spec import ModelSpec

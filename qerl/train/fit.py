@@ -54,7 +54,7 @@ def plan(config: Config, *, gpu: str | None = None, width: int = 100) -> tuple[s
 
     Args:
         config: the run's configuration; of the model, ``model.path`` must hold a ``config.json``.
-        gpu: memory of the GPU to plan for, such as ``24GB``; None plans for ``model.device``.
+        gpu: memory of the GPU to plan for, such as ``24GB``, unless ``train.memory_budget`` is less; None plans for ``model.device``.
         width: columns of the text.
 
     Raises:
@@ -68,7 +68,7 @@ def plan(config: Config, *, gpu: str | None = None, width: int = 100) -> tuple[s
         device = resolve_device(config.model.device)
         device_type, budget = device.type, memory.budget_of(config, device)
     else:
-        device_type, budget = "cuda", memory.parse_size(gpu)
+        device_type, budget = "cuda", memory.budget_of_size(config, gpu)
     settled = memory.resolve(config, spec, budget, device_type=device_type)
     peak = memory.predict(settled, spec, device_type=device_type).peak
     text = memory_text(settled, spec, budget, device_type=device_type, asked=config, width=width)

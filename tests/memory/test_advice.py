@@ -1,4 +1,4 @@
-"""Budgets, limits and what each setting buys."""
+"""What a plan decides, limits and what each setting buys."""
 
 import json
 import re
@@ -18,40 +18,6 @@ from qerl.memory.ledger import wanted_kv_bytes
 from qerl.train import fit, session
 from qerl.train.fit import plan, settle_memory
 from qerl.units import GB
-
-
-@pytest.mark.parametrize(
-    ("text", "size"), [("24GB", 22.08e9), ("80 gb", 73.6e9), ("48", 44.16e9), ("24GiB", 0.92 * 24 * 2**30)]
-)
-def test_a_card_leaves_room_for_the_context(text, size):
-    assert memory.parse_size(text).size == int(size)
-
-
-@pytest.mark.parametrize("text", ["large", "0GB", "-3GB", "24TB", "", "9" * 330 + "GB"])
-def test_what_is_no_size_is_refused(text):
-    with pytest.raises(ConfigError, match="not a size of memory"):
-        memory.parse_size(text)
-
-
-def test_budgets_by_setting_and_device():
-    cpu = torch.device("cpu")
-    assert memory.budget_of(configured(), cpu) is None
-    assert memory.budget_of(configured("train.memory_budget=off"), cpu) is None
-    assert memory.budget_of(configured("train.memory_budget=7.5"), cpu).size == int(7.5e9)
-
-
-@pytest.mark.parametrize(("name", "index"), [("cuda", 2), ("cuda:1", 1)])
-def test_the_budget_of_a_gpu_is_of_what_the_process_may_take(monkeypatch, name, index):
-    """torch wants an index there, which the device `cuda` does not have."""
-    properties = type("Properties", (), {"total_memory": int(80e9)})
-    asked = []
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Example GPU")
-    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: asked.append(device) or 0.5)
-    found = memory.budget_of(configured(), torch.device(name))
-    assert found.size == int(0.92 * 40e9) and "40.0 GB (Example GPU)" in found.source
-    assert asked == [index]
 
 
 def test_auto_takes_the_first_way_of_checkpointing_that_fits():
@@ -224,6 +190,8 @@ def test_the_command_exits_with_one_where_the_plan_does_not_fit(model):
     assert run("--gpu", "48GB").exit_code == 0
     refused = run("--gpu", "24GB")
     assert refused.exit_code == 1 and "DOES NOT FIT" in refused.output
+    smaller = run("--gpu", "48GB", "train.memory_budget=24")
+    assert smaller.exit_code == 1 and "(92% of train.memory_budget=24): DOES NOT FIT" in smaller.output
     assert run("--gpu", "small").exit_code == 2
     unbounded = run()
     assert unbounded.exit_code == 0 and "budget: none, as this is a plan for the CPU" in unbounded.output
@@ -326,7 +294,7 @@ def test_what_is_advised_can_be_added_to_what_was_asked_and_fits(tmp_path, name,
     if said is not None:
         again = run(*said[1].split())
         assert again.exit_code == 0, (said[1], again.output)
-    spec, bound = qwen(size), memory.parse_size(f"{card}GB")
+    spec, bound = qwen(size), memory.budget_of_size(configured(), f"{card}GB")
     asked = load_config(path, [])
     settled = memory.resolve(asked, spec, bound, device_type="cuda")
     rows = memory.options(settled, spec, bound, device_type="cuda", asked=asked)
@@ -369,7 +337,7 @@ def test_keys_and_values_without_room_for_one_sequence_are_refused_before_weight
     (tmp_path / "config.json").write_text(json.dumps(qwen_config("7b")))
     for module in (fit, session):
         monkeypatch.setattr(module, "resolve_device", lambda name: torch.device("cuda"))
-    monkeypatch.setattr("qerl.memory.advice.share_of", lambda device: int(80 * GB))
+    monkeypatch.setattr("qerl.memory.budget.share_of", lambda device: int(80 * GB))
 
     def configure(size):
         settings = (f"rollout.kv_cache_gb={size:.9f}", "train.memory_budget=24", f"model.path={tmp_path}")

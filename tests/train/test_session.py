@@ -30,7 +30,7 @@ def test_rollouts_and_evaluations_load_the_copies_that_pay(tmp_path, monkeypatch
     """A model that is not trained has no plan; what is kept of .716 GB of weights, a twentieth of 92 % of 15.56 GB, is decided for the device all the same."""
     (tmp_path / "config.json").write_text(json.dumps(SHAPES))
     monkeypatch.setattr(session, "resolve_device", lambda name: torch.device("cuda"))
-    monkeypatch.setattr("qerl.memory.advice.share_of", lambda device: 10**11)
+    monkeypatch.setattr("qerl.memory.budget.share_of", lambda device: 10**11)
     monkeypatch.setattr(session, "load_tokenizer", lambda path: None)
 
     def load_model(path, *, quant, **rest):
