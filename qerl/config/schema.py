@@ -211,7 +211,7 @@ class TrainConfig(Section):
     checkpointing: Literal["auto", "none", "selective", "full"] = "auto"
     """What the backward pass computes again instead of keeping it. `none`: nothing. `selective`: what cheap operations give (norms, gated activation). `full`: whole layers. `auto`: the first of these whose plan fits the memory budget; none without a budget."""
     activation_offloading: bool = False
-    """With `checkpointing: full`, keep the layer inputs in the host's memory between forward and backward pass."""
+    """With `checkpointing: full`, keep a GPU's layer inputs in the host's memory between forward and backward pass; refused on the CPU, whose memory that is."""
     memory_budget: Annotated[float, Field(gt=0)] | Literal["auto", "off"] = "auto"
     """GB (1e9 bytes) that the run may take. On a GPU, PyTorch's allocator is held to it, and the predicted peak may fill 92 % of it; a plan beyond that is refused before weights are read. On the CPU the plan may fill all of it. `auto`: a plan of 92 % of a GPU's memory, no bound on the CPU. `off`: no plan is refused."""
     save_every: NonNegative = 50

@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from qerl.config.schema import Config
-from qerl.errors import MemoryBudgetError
+from qerl.errors import ConfigError, MemoryBudgetError
 from qerl.memory.budget import Budget
 from qerl.memory.copies import copies_pay, with_copies
 from qerl.memory.ledger import PHASES, check_cache, mini_batch_tokens, predict, wanted_kv_bytes
@@ -45,6 +45,20 @@ class Option:
     """What is paid for it, in words."""
 
 
+def check_offloading(config: Config, device_type: str) -> None:
+    """Refuse ``train.activation_offloading`` on the CPU, whose memory is the host's: what is moved there takes the same memory.
+
+    Raises:
+        ConfigError: it is asked for.
+    """
+    if config.train.activation_offloading and device_type == "cpu":
+        raise ConfigError(
+            "train.activation_offloading saves nothing on the CPU: it moves a GPU's layer inputs to the host's memory",
+            got="train.activation_offloading=true on the CPU",
+            remedy="Use train.activation_offloading=false; fewer tokens in train.token_budget take less memory",
+        )
+
+
 def resolve(config: Config, spec: ModelSpec, budget: Budget | None, *, device_type: str) -> Config:
     """The configuration with everything decided that ``auto`` leaves to the plan.
 
@@ -55,8 +69,9 @@ def resolve(config: Config, spec: ModelSpec, budget: Budget | None, *, device_ty
     on where copies pay (:func:`qerl.memory.copies.copies_pay`) and change none of the other decisions but that of tokens.
 
     Raises:
-        ConfigError: ``rollout.kv_cache_gb`` has no room for one sequence.
+        ConfigError: ``rollout.kv_cache_gb`` has no room for one sequence, or the CPU is to offload layer inputs.
     """
+    check_offloading(config, device_type)
     pays = copies_pay(config, spec, None if budget is None else budget.size, device_type=device_type)
     if pays is None:
         return _resolve(config, spec, budget, device_type)
@@ -207,7 +222,7 @@ def options(
     now = predict(config, spec, device_type=device_type)
     tight = [now.peak_phase, *(phase for phase in PHASES if budget is not None and now.total(phase) > budget.size)]
     found = []
-    for changes, price in _candidates(config, asked or config):
+    for changes, price in _candidates(config, asked or config, device_type):
         try:
             altered(asked or config, changes)
             tried = altered(config, changes)
@@ -238,7 +253,7 @@ def together(asked: Config, spec: ModelSpec, budget: Budget, *, device_type: str
         return predict(tried, spec, device_type=device_type).peak <= budget.size
 
     chosen: dict[str, Any] = {}
-    for changes, _ in _candidates(config, asked):
+    for changes, _ in _candidates(config, asked, device_type):
         if "rollout.max_new_tokens" in changes:
             continue
         chosen |= changes
@@ -257,7 +272,7 @@ def _as_text(changes: Mapping[str, Any]) -> str:
     return " ".join(f"{key}={shown[value] if isinstance(value, bool) else value}" for key, value in changes.items())
 
 
-def _candidates(config: Config, asked: Config) -> Iterator[tuple[dict[str, Any], str]]:
+def _candidates(config: Config, asked: Config, device_type: str) -> Iterator[tuple[dict[str, Any], str]]:
     """(settings, price) of what needs less memory than a resolved configuration, the least harmful first; each can be added to the
     settings asked for, from which it was made."""
     train, rollout, quant = config.train, config.rollout, config.quant
@@ -273,7 +288,7 @@ def _candidates(config: Config, asked: Config) -> Iterator[tuple[dict[str, Any],
     smaller = "smaller products; the loss is the same"
     if half < config.pass_tokens:
         yield {"train.token_budget": half}, smaller
-    if not train.activation_offloading:
+    if device_type != "cpu" and not train.activation_offloading:
         # It means something with full checkpointing alone, which the plan may have chosen without being told.
         fixed = {} if asked.train.checkpointing == "full" else {"train.checkpointing": "full"}
         more = "" if train.checkpointing == "full" else "; a third more arithmetic"

@@ -362,10 +362,11 @@ def _layer_bytes(config: Config, spec: ModelSpec, itemsize: int, device_type: st
 
 
 def _activations(config: Config, spec: ModelSpec, itemsize: int, device_type: str) -> int:
-    """Kept by one micro-batch: the layers, or the stream before each (one, where they wait on the host)."""
+    """Kept by one micro-batch: the layers, or the stream before each (one, where a GPU's wait on the host)."""
     if config.train.checkpointing != "full":
         return spec.num_layers * _layer_bytes(config, spec, itemsize, device_type)
-    streams = 1 if config.train.activation_offloading else spec.num_layers
+    offloaded = config.train.activation_offloading and device_type != "cpu"
+    streams = 1 if offloaded else spec.num_layers
     return micro_batch_tokens(config, device_type) * streams * spec.hidden_size * _stream_bytes(config)
 
 

@@ -22,7 +22,7 @@ def settle_memory(config: Config) -> Config:
     """The configuration with what ``auto`` leaves to the plan decided for its device.
 
     Raises:
-        ConfigError: ``rollout.kv_cache_gb`` has no room for one sequence.
+        ConfigError: ``rollout.kv_cache_gb`` has no room for one sequence, or the CPU is to offload layer inputs.
         MemoryBudgetError: the plan exceeds the budget (``train.memory_budget``, or the device's memory).
     """
     device = resolve_device(config.model.device)

@@ -130,6 +130,9 @@ def test_offloaded_layer_inputs_are_one_instead_of_one_a_layer():
     moved = predict(configured(*GRPO_STEP, "train.activation_offloading=true"), spec, device_type="cuda")
     stream = 8192 * 3584 * 2
     assert kept.phases["backward"]["activations"] - moved.phases["backward"]["activations"] == 27 * stream
+    on_cpu = (*GRPO_STEP, "train.share_prompts=false", "train.activation_offloading=true")
+    here = predict(configured(*on_cpu), spec, device_type="cpu").phases["backward"]["activations"]
+    assert here == 28 * stream, "what waits in the memory where it was is there all the same"
 
 
 def test_a_micro_batch_is_no_larger_than_what_there_is_to_learn_from():
