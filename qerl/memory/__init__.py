@@ -17,6 +17,7 @@ Prediction needs no weights and no device. Owners are disjoint. 1 GB = 1e9 bytes
 from qerl.memory.advice import (
     Option,
     check_budget,
+    fits_with,
     options,
     resolve,
     together,
@@ -50,6 +51,7 @@ __all__ = [
     "check_budget",
     "check_cache",
     "device_bytes",
+    "fits_with",
     "held_against",
     "held_against_its_tokens",
     "kv_bytes",

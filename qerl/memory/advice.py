@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
+from operator import or_
 from typing import Any
 
 from pydantic import ValidationError
@@ -27,6 +29,7 @@ HALF = 0.5
 """Share of what keys and values could have by being given back, from which they are rather kept."""
 SMALLEST_GB = 1e-6
 """Stands for no room at all, which the setting does not allow."""
+SEQUENCES = "rollout.max_num_seqs"
 ORDER: tuple[Checkpointing, ...] = ("none", "selective", "full")
 """Ways of checkpointing, from fastest to smallest."""
 
@@ -234,11 +237,21 @@ def options(
     return sorted(found, key=lambda option: option.peak)
 
 
+def fits_with(changes: Mapping[str, Any], asked: Config, spec: ModelSpec, budget: Budget, *, device_type: str) -> bool:
+    """Whether the plan fits with dotted settings added to those asked for, and what they leave to it decided anew."""
+    try:
+        tried = resolve(altered(asked, changes), spec, budget, device_type=device_type)
+    except ValidationError:
+        return False
+    return predict(tried, spec, device_type=device_type).peak <= budget.size
+
+
 def together(asked: Config, spec: ModelSpec, budget: Budget, *, device_type: str) -> str | None:
     """Settings that make a plan fit together when they are added to those asked for, none of which can be left out; None if all of them do
     not.
 
-    They are taken in the order of ``_candidates``, the least harmful first, and answers are never cut shorter.
+    They are taken in the order of ``_candidates``, the least harmful first, and answers are never cut shorter. Where all of them with half
+    of the sequences are not enough, it is the first of them with which fewer sequences are, and the most of these.
 
     Args:
         asked: not resolved, so that what it leaves to the plan is decided anew.
@@ -246,20 +259,21 @@ def together(asked: Config, spec: ModelSpec, budget: Budget, *, device_type: str
     config = resolve(asked, spec, budget, device_type=device_type)
 
     def fits(changes: dict[str, Any]) -> bool:
-        try:
-            tried = resolve(altered(asked, changes), spec, budget, device_type=device_type)
-        except ValidationError:
-            return False
-        return predict(tried, spec, device_type=device_type).peak <= budget.size
+        return fits_with(changes, asked, spec, budget, device_type=device_type)
 
-    chosen: dict[str, Any] = {}
-    for changes, _ in _candidates(config, asked, device_type):
-        if "rollout.max_new_tokens" in changes:
-            continue
-        chosen |= changes
-        if fits(chosen):
-            break
-    else:
+    def sequences(changes: dict[str, Any]) -> int | None:
+        return largest_that(lambda count: fits(changes | {SEQUENCES: count}), 1, config.decode_slots // 2)
+
+    ways = [
+        changes for changes, _ in _candidates(config, asked, device_type) if "rollout.max_new_tokens" not in changes
+    ]
+    # What is added up: nothing, the first, the first two, and so on to all.
+    sums: list[dict[str, Any]] = list(accumulate(ways, or_, initial={}))
+    chosen = next((tried for tried in sums[1:] if fits(tried)), None)
+    if chosen is None:
+        fewer = ((tried, sequences(tried)) for tried in sums)
+        chosen = next((tried | {SEQUENCES: count} for tried, count in fewer if count is not None), None)
+    if chosen is None:
         return None
     while needless := next((key for key in chosen if fits({k: v for k, v in chosen.items() if k != key})), None):
         del chosen[needless]
@@ -296,7 +310,7 @@ def _candidates(config: Config, asked: Config, device_type: str) -> Iterator[tup
     if longest < half:
         yield {"train.token_budget": longest}, smaller
     if config.decode_slots > 1:
-        yield {"rollout.max_num_seqs": config.decode_slots // 2}, "more waves of answers"
+        yield {SEQUENCES: config.decode_slots // 2}, "more waves of answers"
     yield {"rollout.max_new_tokens": rollout.max_new_tokens // 2}, "long answers are cut off"
     if config.optim.name == "adamw":
         yield {"optim.name": "adamw_8bit"}, "moments rounded to 8 bits; needs bitsandbytes"

@@ -97,15 +97,18 @@ def memory_text(
         room = budget.size - ledger.peak
         verdict = f"fits, {bytes_text(room)} to spare" if room >= 0 else f"DOES NOT FIT, {bytes_text(-room)} too much"
         console.print(f"budget: {bytes_text(budget.size)} ({budget.source}): {verdict}", markup=False)
+        limits = memory.limits(config, spec, budget, device_type=device_type, asked=asked)
         if room < 0:
             advice = memory.together(asked, spec, budget, device_type=device_type)
-            console.print(f"what would fit: {advice or 'no settings below together do'}", markup=False)
+            console.print(
+                f"what would fit: {advice or _shorter_answers(limits, asked, spec, budget, device_type)}", markup=False
+            )
         elif asked.rollout.kv_cache_gb == "auto" and _is_cut(config, spec, device_type):
             console.print(
                 "Keys and values were given what is left. The plan counts tensors: the allocator may reserve more.",
                 markup=False,
             )
-        console.print(_limits_table(memory.limits(config, spec, budget, device_type=device_type, asked=asked)))
+        console.print(_limits_table(limits))
     elif device_type == "cpu":
         console.print(
             "budget: none, as this is a plan for the CPU; qerl plan --gpu 24GB plans for a GPU of that size",
@@ -131,6 +134,18 @@ def _ledger_table(ledger: memory.Ledger, device_type: str) -> Table:
             table.add_row(name, *(bytes_text(size) if size else "·" for size in sizes))
     table.add_row("sum", *(bytes_text(ledger.total(phase)) for phase in PHASES), style="bold")
     return table
+
+
+def _shorter_answers(
+    limits: list[memory.Limit], asked: Config, spec: ModelSpec, budget: Budget, device_type: str
+) -> str:
+    """What to say where no settings that leave the answers as long as they are make the plan fit."""
+    nothing = "no settings below together do, answers as long as they are"
+    setting = "rollout.max_new_tokens"
+    shorter = next(limit.largest for limit in limits if limit.setting == setting)
+    if shorter is None or not memory.fits_with({setting: shorter}, asked, spec, budget, device_type=device_type):
+        return nothing
+    return f"{nothing}; {setting}={shorter} does"
 
 
 def _is_cut(config: Config, spec: ModelSpec, device_type: str) -> bool:
