@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -128,15 +128,30 @@ def _adamw(groups: list[dict[str, Any]], config: OptimConfig) -> torch.optim.Opt
         # The fused kernel needs no temporaries; on the CPU the plain loop is the reference.
         on_cuda = all(parameter.is_cuda for group in groups for parameter in group["params"])
         return torch.optim.AdamW(groups, **settings, fused=on_cuda)
+    return _adamw_8bit()(groups, **settings)
+
+
+def _adamw_8bit() -> Callable[..., torch.optim.Optimizer]:
+    """The class of bitsandbytes."""
     try:
         from bitsandbytes.optim import AdamW8bit
     except ImportError:
         raise MissingDependencyError(
-            f"optim.name={config.name} needs a package that is not installed",
+            "optim.name=adamw_8bit needs a package that is not installed",
             got="no bitsandbytes",
             remedy="pip install bitsandbytes, or use optim.name=adamw",
         ) from None
-    return AdamW8bit(groups, **settings)
+    return AdamW8bit
+
+
+def check_optimizer(config: OptimConfig) -> None:
+    """Look for what an optimizer needs, before there is anything to optimize.
+
+    Raises:
+        MissingDependencyError: ``optim.name`` needs a package that is not installed.
+    """
+    if config.name == "adamw_8bit":
+        _adamw_8bit()
 
 
 def make_optimizer(parameters: Mapping[str, Parameter], config: OptimConfig) -> MasterOptimizer:

@@ -14,7 +14,6 @@ from qerl.config.load import dump_config
 from qerl.config.schema import Config
 from qerl.kernels import dispatch
 from qerl.metrics.files import check_writable
-from qerl.metrics.writer import check_backends
 from qerl.model.aqn import stage_sigma
 from qerl.model.checkpoint import check_targets
 from qerl.model.spec import ModelSpec
@@ -50,7 +49,6 @@ def describe(config: Config, *, width: int = 100) -> str:
     asked = config
     config = memory.resolve(asked, spec, budget, device_type=device.type)
     Rewarder(config.reward, config.rollout.max_new_tokens).close()
-    check_backends(config.log.backends)
     tokenizer = load_tokenizer(folder)
     if config.diagnostics.probe is not None:
         read_probe(config.diagnostics.probe, tokenizer, spec)

@@ -21,7 +21,7 @@ from qerl.metrics.console import Progress
 from qerl.metrics.files import check_writable
 from qerl.metrics.run_dir import RunDir
 from qerl.metrics.run_lock import LOCK_NAME, RunLock
-from qerl.metrics.writer import MetricsWriter
+from qerl.metrics.writer import MetricsWriter, check_backends
 from qerl.model.checkpoint import base_hash
 from qerl.model.spec import ModelSpec
 from qerl.records import Prompt
@@ -31,7 +31,7 @@ from qerl.train.diagnostics.observer import Diagnostics
 from qerl.train.fit import settle_memory, within_budget
 from qerl.train.loop import Trainer
 from qerl.train.noise.director import NoiseDirector, load_sum
-from qerl.train.optimizer import MasterOptimizer, make_optimizer
+from qerl.train.optimizer import MasterOptimizer, check_optimizer, make_optimizer
 from qerl.train.portable import expand_portable, is_portable
 from qerl.train.prompts import SOURCES, load_prompts
 from qerl.train.ready import compile_kernels
@@ -164,10 +164,11 @@ def clear(folder: Path, kept: set[str]) -> None:
 
 
 def check_trainable(config: Config) -> None:
-    """What evaluation and rollouts allow and training does not.
+    """What evaluation and rollouts allow and training does not, and packages that only training needs; before weights are read.
 
     Raises:
-        ConfigError: temperature 0, or no training data.
+        ConfigError: temperature 0, no training data, or a backend of metrics that is not known.
+        MissingDependencyError: ``optim.name`` or ``log.backends`` needs a package that is not installed.
     """
     if config.rollout.temperature == 0:
         raise ConfigError(
@@ -182,6 +183,8 @@ def check_trainable(config: Config) -> None:
             expected=SOURCES,
             remedy="Add data.train=… to the command line",
         )
+    check_optimizer(config.optim)
+    check_backends(config.log.backends)
 
 
 def build_trainer(config: Config, run: RunDir, session: Session, *, resume: bool, began: float) -> Trainer:

@@ -118,6 +118,24 @@ def test_a_dry_run_finds_what_needs_no_weights(tmp_path, rows, setting, piece, m
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.parametrize("options", [(), ("--dry-run",)], ids=["train", "dry run"])
+@pytest.mark.parametrize(
+    ("setting", "module", "piece"),
+    [
+        ("optim.name=adamw_8bit", "bitsandbytes.optim", "got no bitsandbytes. pip install bitsandbytes"),
+        ("log.backends=[jsonl,wandb]", "wandb", "wandb"),
+    ],
+)
+def test_a_missing_package_is_found_before_weights_are_read(
+    tmp_path, rows, setting, module, piece, options, monkeypatch
+):
+    monkeypatch.setitem(__import__("sys").modules, module, None)
+    monkeypatch.setattr("qerl.train.session.load_model", lambda *_, **__: pytest.fail("weights were read"))
+    text = refused("train", *small(rows, tmp_path), setting, *options)
+    assert piece in text and "not installed" in text
+    assert not (tmp_path / "runs").exists()
+
+
 @pytest.mark.parametrize(
     ("settings", "piece"),
     [
