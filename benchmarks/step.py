@@ -1,7 +1,7 @@
 """The training step on a GPU: log-prob pass, backward pass, update; memory against its prediction; whole GRPO steps, also under a cap.
 
     python benchmarks/step.py [--out results/step_h200.json] [--only passes,peers,full,offload,whole,capped] [--add FILE ...]
-                              [--whole-steps 5] [--seconds 1200] [--tiny]
+                              [--whole-steps 5] [--capped-steps 3] [--seconds 1200] [--tiny]
     python benchmarks/step.py --only '' --add FILE ... --out results/step_h200.json
 
 Models have Qwen2.5 shapes and random weights (speed does not depend on the values), LoRA rank 32 on all seven projections with
@@ -9,7 +9,7 @@ trained norms. ``passes``: an update from eight answers of 2048 tokens, of which
 8k tokens (no prompt shared), of a 0.5B also with copies of the weights kept, as a run of one does by itself; times are of one micro-batch of 8192, or of as many tokens as the row names. ``peers``: the same micro-batch by peft and transformers, on BF16 and on
 bitsandbytes' NF4. ``step`` is an update from all answers. ``full``: the passes where every weight learns, with AdamW's moments in float32 and
 in 8 bits, and its memory beside the plan. ``offload``: the passes of a 7B with the inputs of its layers kept in the host's memory, and on the device. ``whole``: rollout (all answers as long as they may be), log-probs, backward and update, ``--whole-steps`` times; and the
-speed-up of NVFP4 over BF16, by the clock and from parts, of medians. ``capped``: one such step in one process under a cap of memory, with BF16 under
+speed-up of NVFP4 over BF16, by the clock and from parts, of medians. ``capped``: such steps (``--capped-steps``) in one process under a cap of memory, with BF16 under
 the same cap: torch's allocator and the engine's lent memory together have no more (`qerl.kernels.cuda.bounded`, as with `train.memory_budget`). ``--most-new 7B=512`` shortens the answers of whole steps; under a cap there is still room for all of their tokens and
 the update is made from answers as long as they may be, only fewer tokens are sampled.
 
@@ -92,12 +92,12 @@ CASES = (
     Case(kind="whole", size="7B", format="bf16", prompts=8, new=1024, needs=35),
     Case(kind="whole", size="32B", new=512, needs=25),
     Case(kind="whole", size="32B", format="bf16", new=512, needs=35),
-    Case(kind="capped", size="32B", updates=1, cap_gb=48.0, needs=30),
-    Case(kind="capped", size="14B", updates=1, cap_gb=24.0, needs=18),
-    Case(kind="capped", size="7B", updates=1, cap_gb=14.0, needs=12),
-    Case(kind="capped", size="32B", format="bf16", updates=1, cap_gb=48.0, needs=3),
-    Case(kind="capped", size="14B", format="bf16", updates=1, cap_gb=24.0, needs=3),
-    Case(kind="capped", size="7B", format="bf16", updates=1, cap_gb=14.0, needs=3),
+    Case(kind="capped", size="32B", cap_gb=48.0, needs=30),
+    Case(kind="capped", size="14B", cap_gb=24.0, needs=18),
+    Case(kind="capped", size="7B", cap_gb=14.0, needs=12),
+    Case(kind="capped", size="32B", format="bf16", cap_gb=48.0, needs=3),
+    Case(kind="capped", size="14B", format="bf16", cap_gb=24.0, needs=3),
+    Case(kind="capped", size="7B", format="bf16", cap_gb=14.0, needs=3),
     Case(kind="peers", size="7B", format="nf4", needs=12),
     Case(kind="peers", size="0.5B", format="nf4", needs=5),
     Case(kind="peers", size="32B", format="bf16", needs=35),
@@ -297,6 +297,7 @@ def main() -> None:
         help="most tokens sampled of an answer",
     )
     parser.add_argument("--whole-steps", type=count, default=5, metavar="N", help="timed steps of a case of whole ones")
+    parser.add_argument("--capped-steps", type=count, default=3, metavar="N", help="the same of a case under a cap")
     parser.add_argument(
         "--add", type=Path, nargs="*", default=[], help="earlier outputs whose rows are kept beside the new ones"
     )
@@ -328,6 +329,8 @@ def main() -> None:
     for index, case in enumerate(cases):
         if case.kind == "whole":
             case = replace(case, new=min(case.new, most_new.get(case.size, case.new)), updates=arguments.whole_steps)
+        if case.kind == "capped":
+            case = replace(case, updates=arguments.capped_steps)
         bench.reserved = sum(other.needs for other in cases[index + 1 :])
         bench.run(case)
         write()

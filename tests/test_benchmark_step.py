@@ -34,12 +34,12 @@ def test_the_step_benchmark_runs_every_kind_of_case_in_toy_shapes(tmp_path):
     (tmp_path / "older.json").write_text(
         json.dumps({"command": "earlier", "note": "N.", "facts": facts, "rows": older})
     )
-    options = ["--tiny", "--sizes", "7B,32B,1.5B", "--whole-steps", "3"]
+    options = ["--tiny", "--sizes", "7B,32B,1.5B", "--whole-steps", "3", "--capped-steps", "2"]
     bench("step", *options, "--out", tmp_path / "step.json", "--add", tmp_path / "older.json")
     content = json.loads((tmp_path / "step.json").read_text())
     rows = content["rows"]
     assert content["command"] == (
-        "python benchmarks/step.py --tiny --sizes 7B,32B,1.5B --whole-steps 3 --out results/step.json --add results/older.json"
+        "python benchmarks/step.py --tiny --sizes 7B,32B,1.5B --whole-steps 3 --capped-steps 2 --out results/step.json --add results/older.json"
     )
     assert content["note"] == "N."
     added = {"command": "earlier", "commit": "def", "torch": "2.0", "device": "H200"}
@@ -65,7 +65,8 @@ def test_the_step_benchmark_runs_every_kind_of_case_in_toy_shapes(tmp_path):
         if "skipped" not in row:
             assert row["seconds"]["step"] > 0 if "step of" in name else row["backward"]["seconds"] > 0, name
     whole = rows["32B nvfp4 in 48 GB, step of 8 x 2048"]
-    assert whole["tokens"]["sampled"] == 24 and whole["seconds"]["rollout"] > 0 and whole["repeats"] == 1
+    assert whole["tokens"]["sampled"] == 24 and whole["seconds"]["rollout"] > 0
+    assert whole["repeats"] == 2 and {len(seconds) for seconds in whole["all"].values()} == {2} and "cut" not in whole
     found = content["speed_up_of_nvfp4_over_bf16"]
     assert found.keys() == {"7B nvfp4, step of 64 x 1024", "32B nvfp4, step of 8 x 512"}
     assert all(entry["predicted"] > 0 and entry["measured"] > 0 for entry in found.values())
