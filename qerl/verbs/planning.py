@@ -12,7 +12,11 @@ from qerl.verbs.options import Settings, split_settings
 def plan(
     settings: Settings = None,
     gpu: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="GPU memory to plan for, such as 24GB; default: this machine's.")
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="GPU memory to plan for, such as 24GB, or train.memory_budget if less; default: this machine's.",
+        ),
     ] = None,
 ) -> None:
     """Predict memory by owner and phase from the model's config.json alone; exit code 1 if the run does not fit."""
