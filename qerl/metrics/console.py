@@ -28,6 +28,8 @@ BLOCKS = "▁▂▃▄▅▆▇█"
 RECENT_STEPS = 10
 """Steps that the time left is estimated from."""
 SHOWN_ROWS = 6
+QUIET_SECONDS = 30.0
+"""Seconds without a line after which plain mode says how far the running step has come."""
 COLUMNS = (
     ("reward", "reward", "{:.3f}"),
     ("accuracy", "accuracy", "{:.1%}"),
@@ -118,6 +120,9 @@ class Progress:
         self._rows: list[dict[str, Any]] = []
         self._evaluations: list[dict[str, Any]] = []
         self._status = "starting"
+        self._running: str | None = None
+        self._begun = ("", 0.0)
+        self._said = 0.0
         self._warned: set[str] = set()
         self._live: Live | None = None
 
@@ -137,7 +142,7 @@ class Progress:
         row = dict(metrics)
         step = int(row["step"])
         self._take(row)
-        self._status = ""
+        self._status, self._running = "", None
         if self.mode == "plain":
             self._print(Text(self._plain_line(step, row)))
         elif self._live is not None:
@@ -163,6 +168,29 @@ class Progress:
         elif self._live is not None:
             self._live.refresh()
 
+    def begin(self, name: str) -> None:
+        """What :meth:`running` speaks of from now on, such as ``step 1``; its time counts from now."""
+        self._begun = (name, self._clock())
+
+    def running(self, text: str) -> None:
+        """Says how far what was begun has come; cheap enough for every decode step. The live display shows the latest; plain mode
+        prints a line where none has been printed for :data:`QUIET_SECONDS`."""
+        self._running = text
+        if self.mode == "plain" and self._clock() - self._said >= QUIET_SECONDS:
+            self._print(Text(self._running_line(), style="dim"))
+
+    def answers(self, most_tokens: int) -> Callable[[int, int, int], None]:
+        """The callback of an engine: answers done, in all, and tokens so far, into :meth:`running`.
+
+        Args:
+            most_tokens: longest answer.
+        """
+
+        def tell(done: int, total: int, tokens: int) -> None:
+            self.running(f"{done} of {total} answers have ended, {tokens:,} tokens of at most {total * most_tokens:,}")
+
+        return tell
+
     def warn(self, text: str) -> None:
         """Prints a warning, once however often it is given."""
         if text in self._warned:
@@ -179,7 +207,7 @@ class Progress:
 
     def finish(self, summary: Mapping[str, Any] | None = None) -> None:
         """Closes the display and prints closing lines (name -> value)."""
-        self._status = ""
+        self._status, self._running = "", None
         self.close()
         if summary and self.mode != "off":
             self._print_values(summary)
@@ -200,7 +228,12 @@ class Progress:
 
     def _print(self, content: RenderableType) -> None:
         # A pipe has no width: lines stay whole there, and wrap at words on a terminal.
+        self._said = self._clock()
         self._console.print(content, soft_wrap=not self._console.is_terminal)
+
+    def _running_line(self) -> str:
+        name, since = self._begun
+        return f"{name}, {duration(self._clock() - since)}: {self._running}" if name else str(self._running)
 
     def _print_values(self, values: Mapping[str, Any]) -> None:
         """Prints names and values in two columns, between empty lines."""
@@ -234,6 +267,8 @@ class Progress:
             parts += [Text(""), *self._curves()]
         if self._evaluations:
             parts.append(self._held_out())
+        if self._running is not None:
+            parts.append(Text(f"  {self._running_line()}", style="dim"))
         if self._status:
             parts.append(Text(f"  {self._status}", style="dim italic"))
         return Group(*parts)

@@ -11,6 +11,7 @@ Which policy is trained and what it is divided by (``docs/objectives.md`` has th
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -105,6 +106,7 @@ def learn(
     timer: StageTimer,
     report: Report | None = None,
     beside: Beside | None = None,
+    tell: Callable[[str], None] = lambda _: None,
 ) -> LearnStats:
     """All optimizer updates of one rollout.
 
@@ -115,6 +117,7 @@ def learn(
         timer: receives the stages ``logprobs``, ``backward``, ``optimizer`` and ``diagnostics``, the last for reading ``beside``.
         report: told of an update that cannot be made, before ``optim.nonfinite`` decides what becomes of the run.
         beside: passes that are made and read before the first update.
+        tell: told before each micro-batch how many there are, in words.
 
     Returns:
         Sums from which the step's metrics are made.
@@ -127,10 +130,17 @@ def learn(
     minibatches = split_minibatches(samples, updates)
     device = model.device
     prefix_key = _prefix_key(config, device, replayed)
+    numbers = itertools.count(1)
+
+    def prepare(batch: TrainBatch, teaches: bool) -> MicroBatch:
+        if config.objective.denominator == "recomputed" or config.objective.kl_coef > 0.0:
+            tell(f"log-probs of micro-batch {next(numbers)}")
+        return _with_frozen_logprobs(config, model, batch, replayed, teaches=teaches)
+
     with timer.stage("logprobs"), torch.no_grad():
         prepared = [
             [
-                _with_frozen_logprobs(config, model, batch, replayed, teaches=teaches)
+                prepare(batch, teaches)
                 for teaches, chosen in _by_gradient(config, part)
                 for batch in pack(chosen, config.pass_tokens, device, prefix_key=prefix_key)
             ]
@@ -140,8 +150,10 @@ def learn(
     for index, (part, micro_batches) in enumerate(zip(minibatches, prepared, strict=True)):
         counts = divisors(part, samples, updates, config.rollout.max_new_tokens)
         with timer.stage("backward"):
-            losses = [
-                _backward(
+            losses = []
+            for place, micro in enumerate(micro_batches):
+                tell(f"update {index + 1} of {updates}, micro-batch {place + 1} of {len(micro_batches)}")
+                loss = _backward(
                     config,
                     model,
                     micro,
@@ -152,8 +164,7 @@ def learn(
                     on_policy=not stats.grad_norms,
                     beside=beside if index == place == 0 else None,
                 )
-                for place, micro in enumerate(micro_batches)
-            ]
+                losses.append(loss)
         if beside is not None and index == 0:
             with timer.stage("diagnostics"):
                 beside.read()

@@ -103,6 +103,7 @@ class Trainer:
         """One rollout step: prompts -> answers -> rewards -> advantages -> updates. Returns its metrics."""
         config, state, timer = self.config, self.state, self.timer
         started = time.perf_counter()
+        self.progress.begin(f"step {state.step + 1}")
         with timer.stage("noise"):
             policy = activate_policy(
                 config,
@@ -142,6 +143,7 @@ class Trainer:
                 timer=timer,
                 report=self.report_nonfinite,
                 beside=self.diagnostics.own_answer,
+                tell=self.progress.running,
             )
             with timer.stage("save"):
                 records.result()
@@ -206,7 +208,12 @@ class Trainer:
             rollout=self.state.step,
         )
         completions, stats = engine.generate(
-            prompts, sampling, group_size=rollout.group_size, noise=policy.noise, first_sample_key=first_key
+            prompts,
+            sampling,
+            group_size=rollout.group_size,
+            noise=policy.noise,
+            first_sample_key=first_key,
+            on_progress=self.progress.answers(rollout.max_new_tokens),
         )
         self.peak_kv_bytes = max(self.peak_kv_bytes, int(stats["kv_bytes"]))
         return Rollout(
@@ -264,6 +271,7 @@ class Trainer:
         """Evaluate under the declared policy; ``moment`` is ``before``, ``after`` or ``step N``. After training with noise,
         with its noise too, unless the declared policy has it already."""
         config, state = self.config, self.state
+        self.progress.begin(f"evaluation {moment}")
         with self.timer.stage("evaluate"):
             noise = self.noise.evaluation(step=state.step, completed=state.updates)
             result = self.answer_questions(noise)
@@ -294,14 +302,16 @@ class Trainer:
     def answer_questions(self, noise: Noise | None) -> EvalResult:
         """The held-out questions under the declared policy, with this noise."""
         config = self.config
+        longest = config.eval.max_new_tokens or config.rollout.max_new_tokens
         return evaluate(
             self.session.engine,
             self.eval_prompts,
             self.rewarder,
             eval_cfg=config.eval,
             seed=config.train.seed,
-            max_new_tokens=config.eval.max_new_tokens or config.rollout.max_new_tokens,
+            max_new_tokens=longest,
             noise=noise,
+            on_progress=self.progress.answers(longest),
         )
 
     def measurement(self, policy: str, result: EvalResult) -> Measurement:

@@ -3,6 +3,7 @@
 import gc
 import json
 import os
+import re
 import resource
 import signal
 import struct
@@ -219,6 +220,16 @@ def test_an_interrupt_before_the_first_step_leaves_nothing_behind(run, tmp_path,
     with pytest.raises(KeyboardInterrupt):
         run()
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["notes.txt"]
+
+
+def test_a_step_that_takes_long_tells_of_its_rollout_and_its_updates(run, monkeypatch, capsys):
+    monkeypatch.setattr("qerl.metrics.console.QUIET_SECONDS", 0.0)
+    run("log.progress=plain", "train.steps=1")
+    said = capsys.readouterr().out
+    assert re.search(r"^step 1, \d+s: \d of 4 answers have ended, \d+ tokens of at most 96$", said, re.MULTILINE)
+    assert re.search(r"^step 1, \d+s: update 1 of 1, micro-batch 1 of 1$", said, re.MULTILINE)
+    assert re.search(r"^evaluation after, \d+s: \d of 8 answers have ended", said, re.MULTILINE)
+    assert said.index("of 4 answers") < said.index("micro-batch 1") < said.index("step 1/1")
 
 
 def test_training_goes_on_when_nobody_reads_its_output(tmp_path, data):

@@ -225,3 +225,37 @@ def test_what_must_be_said_is_said_in_every_mode(capfd):
     for mode in ("off", "plain"):
         Progress(3, mode, console=console()).say(f"stopping, {mode}")
     assert capfd.readouterr().err == "stopping, off\nstopping, plain\n"
+
+
+def test_plain_mode_says_how_far_a_long_step_has_come_where_it_has_been_quiet():
+    out, clock = console(), Clock()
+    progress = Progress(3, "plain", console=out, clock=clock)
+    progress.start({"run": "x"})
+    progress.begin("step 1")
+    tell = progress.answers(1024)
+    for _ in range(100):
+        clock.now += 1.0
+        tell(2, 256, 4352)
+    clock.now = 130.0
+    progress.step(row(1))
+    lines = out.file.getvalue().splitlines()
+    assert lines[1:4] == [
+        f"step 1, {past}: 2 of 256 answers have ended, 4,352 tokens of at most 262,144"
+        for past in ("30s", "1m 00s", "1m 30s")
+    ]
+    assert lines[4].startswith("step 1/3") and len(lines) == 5
+
+
+def test_the_live_display_shows_how_far_a_step_has_come_beside_what_was_said():
+    out, clock = console(terminal=True), Clock()
+    progress = Progress(3, "live", console=out, clock=clock)
+    progress.start({})
+    progress.begin("step 1")
+    clock.now = 75.0
+    progress.running("update 1 of 1, micro-batch 3 of 40")
+    progress.say("SIGTERM: stopping after this step")
+    progress.note("a note")
+    progress.say("SIGTERM: stopping after this step")
+    progress.close()
+    last = out.file.getvalue().rpartition("elapsed")[2]
+    assert "step 1, 1m 15s: update 1 of 1, micro-batch 3 of 40" in last and "SIGTERM: stopping" in last
