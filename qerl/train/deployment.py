@@ -152,7 +152,11 @@ def measure(
         )
     if noise is not None:
         check_noise(
-            config, [target for _, target in targets], noise, asked="--noise or eval.noise=true, without --sigma"
+            config,
+            [target for _, target in targets],
+            noise,
+            asked="--noise or eval.noise=true, without --sigma",
+            remedy="--noise 1 --sigma 0.01",
         )
     for text in dict.fromkeys(note for _, target in targets for note in target.notes):
         warn(text)

@@ -69,7 +69,7 @@ def sample_target(
     run.refuse_a_run(remedy="Choose another --out, or delete the folder")
     request = NoiseRequest(draws=1, sigma=sigma) if sigma is not None or config.eval.noise else None
     if request is not None:
-        check_noise(config, [target], request, asked="eval.noise=true without --sigma")
+        check_noise(config, [target], request, asked="eval.noise=true without --sigma", remedy="--sigma 0.01")
     samples = samples or config.rollout.group_size
     session = open_target(target)
     prompts, _, notes = load_prompts(config, session.tokenizer, config.data.train, "train", limit)

@@ -186,6 +186,8 @@ def test_a_model_that_was_not_trained_with_noise_is_sampled_with_a_level_that_is
     )
     with pytest.raises(ConfigError, match=r"eval.noise=true without --sigma.*--sigma 0.01, or set eval.noise=false"):
         sampled("demo", tmp_path / "refused", (*settings, "eval.noise=true", "aqn.sigma_start=0.5"))
+    with pytest.raises(ConfigError, match="--sigma is no level of noise; got inf"):
+        sampled("demo", tmp_path / "refused", settings, sigma=float("inf"))
     assert not (tmp_path / "refused").exists()
     texts, noise, _, _ = sampled("demo", tmp_path / "noisy", (*settings, "eval.noise=true"), sigma=0.3)
     assert noise["sigma"] == 0.3

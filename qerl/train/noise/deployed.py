@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,17 +36,27 @@ def has_noise(config: Config, target: Target, request: NoiseRequest) -> bool:
     return request.sigma is not None or (config.aqn.enabled and target.updates > 0)
 
 
-def check_noise(config: Config, targets: Sequence[Target], request: NoiseRequest, *, asked: str) -> None:
-    """Refuse a request that no policy could meet, before a model is loaded; ``asked``: what made it.
+def check_noise(config: Config, targets: Sequence[Target], request: NoiseRequest, *, asked: str, remedy: str) -> None:
+    """Refuse a request that no policy could meet, before a model is loaded.
+
+    Args:
+        config: of the policies.
+        targets: the policies.
+        request: what is to be drawn.
+        asked: the words that asked for it.
+        remedy: those that would give a level.
 
     Raises:
-        ConfigError: no policy has noise, or one has noise that only training can measure.
+        ConfigError: no policy has noise, one has noise that only training can measure, or the level is not finite.
     """
+    if request.sigma is not None and not math.isfinite(request.sigma):
+        expected = "a finite number, such as 0.01"
+        raise ConfigError("--sigma is no level of noise", got=f"{request.sigma:g}", expected=expected)
     if not any(has_noise(config, target, request) for target in targets):
         raise ConfigError(
-            "there is no noise to measure: no policy here was trained with any",
+            "there is no noise: no policy here was trained with any",
             got=asked,
-            remedy="Give the level: --sigma 0.01" + ("" if not config.eval.noise else ", or set eval.noise=false"),
+            remedy=f"Give the level: {remedy}" + ("" if not config.eval.noise else ", or set eval.noise=false"),
         )
     bare = any(target.updates == 0 and has_noise(config, target, request) for target in targets)
     if config.aqn.magnitude == "sensitivity" and bare:
