@@ -61,7 +61,8 @@ def watch(
         clock=lambda: _elapsed(run, data, clock),
         since=0.0,
     )
-    display.start({"run": str(run.path), "what": ", ".join(method_line(data))})
+    first = _first_step(run, data, clock())
+    display.start({"run": str(run.path), "what": ", ".join(method_line(data)), **({"now": first} if first else {})})
     told: set[int] = set()
     try:
         seen: object = None
@@ -74,7 +75,10 @@ def watch(
             if ending is not None or once:
                 display.finish(_closing(run, data, ending, clock()))
                 return ending
-            if display.mode == "live":
+            first = _first_step(run, data, clock())
+            if first:
+                display.running(first)
+            elif display.mode == "live":
                 display.note(_pause(run, clock()))
             sleep(every)
     except KeyboardInterrupt as stop:
@@ -134,8 +138,22 @@ def _elapsed(run: RunDir, data: RunData, clock: Callable[[], float]) -> float:
         return float(wall)
     stated = data.series("time/elapsed")[1]
     counted = stated[-1] if stated else sum(data.series("time/step")[1])
-    since = clock() - run.metrics_path.stat().st_mtime if run.metrics_path.exists() else 0.0
-    return counted + (max(since, 0.0) if is_held(run.path) is not False else 0.0)
+    return counted + (_since_last_line(run, clock()) if is_held(run.path) is not False else 0.0)
+
+
+def _since_last_line(run: RunDir, now: float) -> float:
+    """Seconds since a run's last line, or since its start where it has none."""
+    last = run.metrics_path if run.metrics_path.exists() else run.config_path
+    return max(now - last.stat().st_mtime, 0.0) if last.exists() else 0.0
+
+
+def _first_step(run: RunDir, data: RunData, now: float) -> str | None:
+    """How long a run without a finished step is at what comes first; None where it has one, or has ended."""
+    if data.last_step or data.status in ("finished", "interrupted") or is_held(run.path) is False:
+        return None
+    evaluates = data.setting("data.eval") is not None and bool(data.setting("eval.before"))
+    what = "the evaluation before step 1" if evaluates and not run.metrics_path.exists() else "step 1"
+    return f"{what} is running, {duration(_since_last_line(run, now))}"
 
 
 def _pause(run: RunDir, now: float) -> str:
@@ -151,7 +169,7 @@ def _closing(run: RunDir, data: RunData, ending: Ending | None, now: float) -> M
         "interrupted": f"interrupted at {steps}; the command of the run with --resume goes on",
         "stopped": f"its process is gone, at {steps}; the command of the run with --resume goes on",
         "silent": f"nothing written for {duration(now - _last_change(run))}, at {steps}: taken for crashed",
-        None: f"running, at {steps}",
+        None: _first_step(run, data, now) or f"running, at {steps}",
     }
     lines: dict[str, Any] = {"status": words[ending]}
     for point in data.evaluations:

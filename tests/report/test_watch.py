@@ -127,6 +127,31 @@ def test_once_shows_what_there_is(tmp_path):
     assert "running, at step 5 of 20" in text_of(shown)
 
 
+@pytest.mark.parametrize(("evaluated", "what"), [(False, "the evaluation before step 1"), (True, "step 1")])
+def test_a_run_without_a_finished_step_is_said_to_be_at_its_first(tmp_path, evaluated, what):
+    run = write_fake_run(tmp_path / "run", steps=20, done=0, finished=False)
+    if not evaluated:
+        run.metrics_path.unlink()
+    age(run, 590)
+    looks = []
+
+    def sleep(_):
+        looks.append(text_of(shown))
+        if len(looks) == 2:
+            run.write_json(run.summary_path, {"status": "interrupted"})
+
+    shown = console()
+    with RunLock(run.path):
+        assert watch(run.path, once=True, console=shown, sleep=never) is None
+        assert re.search(rf"status +{what} is running, 9m 5\ds", text_of(shown))
+        shown = console()
+        assert watch(run.path, console=shown, sleep=sleep) == "interrupted"
+    assert re.search(rf"now +{what} is running, 9m 5\ds", looks[0])
+    shown = console()
+    assert watch(run.path, once=True, console=shown, sleep=never) == "interrupted"
+    assert "is running" not in text_of(shown)
+
+
 def test_a_run_before_its_first_line_and_a_folder_without_a_run(tmp_path):
     run = write_fake_run(tmp_path / "run", steps=20, done=5, finished=False)
     run.metrics_path.unlink()
