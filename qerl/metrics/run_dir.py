@@ -130,6 +130,8 @@ class RunDir:
 
     def _remedy(self) -> str:
         """What a user who wants to train can do about a run that is here already."""
+        if self.latest_checkpoint() is None:
+            return "Delete the folder, for it has no checkpoint to go on from, or choose another run.name"
         others = "choose another run.name, or delete the folder"
         if not self.summary_path.exists() or (self.read_json(self.summary_path) or {}).get("status") != "finished":
             return f"Continue it with --resume, {others}"

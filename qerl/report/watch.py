@@ -164,10 +164,13 @@ def _pause(run: RunDir, now: float) -> str:
 
 def _closing(run: RunDir, data: RunData, ending: Ending | None, now: float) -> Mapping[str, Any]:
     steps = f"step {data.last_step}" + (f" of {data.planned_steps}" if data.planned_steps else "")
+    on = "the command of the run with --resume goes on"
+    if run.latest_checkpoint() is None:
+        on = "it has no checkpoint to go on from"
     words = {
         "finished": f"finished after {steps}",
-        "interrupted": f"interrupted at {steps}; the command of the run with --resume goes on",
-        "stopped": f"its process is gone, at {steps}; the command of the run with --resume goes on",
+        "interrupted": f"interrupted at {steps}; {on}",
+        "stopped": f"its process is gone, at {steps}; {on}",
         "silent": f"nothing written for {duration(now - _last_change(run))}, at {steps}: taken for crashed",
         None: _first_step(run, data, now) or f"running, at {steps}",
     }

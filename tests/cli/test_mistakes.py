@@ -225,7 +225,7 @@ def test_a_folder_for_samples_is_checked_before_any_work(tmp_path, rows, monkeyp
 
 def test_a_finished_and_an_unfinished_run_have_remedies_of_their_own(tmp_path, rows):
     run = tmp_path / "runs" / "run"
-    run.mkdir(parents=True)
+    (run / "checkpoints" / "checkpoint-5").mkdir(parents=True)
     (run / "config.resolved.yaml").write_text("")
     assert "Continue it with --resume, choose another run.name" in refused("train", *small(rows, tmp_path))
     (run / "summary.json").write_text('{"status": "finished"}')

@@ -34,6 +34,10 @@ def names(folder: Path) -> set[str]:
 @pytest.mark.parametrize("file", ["config.resolved.yaml", "metrics.jsonl"])
 def test_a_folder_that_holds_a_run_is_refused_with_the_ways_out(tmp_path, file):
     (tmp_path / file).write_text("")
+    with pytest.raises(RunFolderError, match=r"Delete the folder.*no checkpoint.*run\.name") as caught:
+        RunDir.create(tmp_path)
+    assert "--resume" not in str(caught.value)
+    RunDir(tmp_path).checkpoint(1).mkdir(parents=True)
     with pytest.raises(RunFolderError, match=r"--resume.*run\.name.*delete"):
         RunDir.create(tmp_path)
 

@@ -86,6 +86,9 @@ def test_a_run_whose_process_is_gone_is_said_to_have_stopped(tmp_path):
     (run.path / LOCK_NAME).write_text("123\n")
     assert watch(run.path, console=shown, sleep=never) == "stopped"
     assert "its process is gone, at step 7 of 20" in text_of(shown)
+    assert "it has no checkpoint to go on from" in text_of(shown) and "--resume" not in text_of(shown)
+    run.checkpoint(5).mkdir(parents=True)
+    assert watch(run.path, console=shown, sleep=never) == "stopped"
     assert "--resume" in text_of(shown)
 
 
