@@ -42,6 +42,7 @@ from qerl.train.summary import closing_lines, write_summary
 from qerl.train.timing import StageTimer
 from qerl.train.warnings import prompt_warnings, size_warnings
 
+NO_EVAL = "none, so there will be no held-out accuracy: data.eval=FILE gives it questions to be measured on"
 RESUME = "The same command with --resume"
 
 
@@ -120,7 +121,8 @@ def run_to_end(
     Raises:
         RunStopped: a signal ended the run: after a step, or at once when it came twice.
     """
-    with trainer.writer, trainer.rewarder, StopRequest(trainer.progress.say) as stop:
+    run, state = trainer.run, trainer.state
+    with trainer.writer, trainer.rewarder, StopRequest(trainer.progress.say, lambda: lost(run, state.step)) as stop:
         try:
             if begin is not None and trainer.state.step == 0:
                 begin(trainer, stop)
@@ -135,7 +137,7 @@ def run_to_end(
         except BaseException as error:
             if not isinstance(error, KeyboardInterrupt) and not stop.swallowed_by(error):
                 raise
-            raise RunStopped(stopped_at_once(trainer.run, again), stop.signal_number or signal.SIGINT) from None
+            raise RunStopped(stopped_at_once(run, state.step, again), stop.signal_number or signal.SIGINT) from None
         finally:
             trainer.progress.close()
     trainer.progress.finish(closing_lines(summary, trainer.run.path, report, again or RESUME))
@@ -147,13 +149,21 @@ def run_to_end(
         )
 
 
-def stopped_at_once(run: RunDir, again: str | None) -> str:
-    """What to tell who has stopped a run in the middle of a step; ``again`` as of :func:`train`."""
+def lost(run: RunDir, step: int) -> str:
+    """What is lost of a run that stops at once, after ``step`` whole steps, in words."""
+    newest = run.latest_checkpoint()
+    if newest is None:
+        return "the whole run, which has no checkpoint yet"
+    return "the running step" if newest == run.checkpoint(step) else f"what came after {newest.name}"
+
+
+def stopped_at_once(run: RunDir, step: int, again: str | None) -> str:
+    """What to tell who has stopped a run in the middle of the step after ``step``; ``again`` as of :func:`train`."""
     newest = run.latest_checkpoint()
     if newest is None:
         anew = f"Delete {run.path} and start again" if again is None else f"{again} begins anew"
         return f"stopped at once: no checkpoint had been written. {anew}"
-    return f"stopped at once: the running step is lost. {again or RESUME} goes on from {newest.name}"
+    return f"stopped at once: {lost(run, step)} is lost. {again or RESUME} goes on from {newest.name}"
 
 
 def clear(folder: Path, kept: set[str]) -> None:
@@ -347,7 +357,7 @@ def header(config: Config, session: Session, trainer: Trainer) -> dict[str, Any]
         "objective": f"{config.objective.type}, denominator {config.objective.denominator}, "
         f"noise {config.objective.noise}",
         "noise": noise_line(config.aqn),
-        "evaluation": f"{len(trainer.eval_prompts)} held-out questions",
+        "evaluation": f"{len(trainer.eval_prompts)} held-out questions" if config.data.eval is not None else NO_EVAL,
     }
 
 

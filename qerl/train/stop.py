@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from qerl.signals import SignalHandlers
 
-AFTER_STEP = "{name}: stopping after this step, which will be saved; again to stop at once and lose it"
+AFTER_STEP = "{name}: stopping after this step, which will be saved; a second signal stops at once and loses {lost}"
 AT_ONCE = "{name} again: stopping at once"
 
 
@@ -17,13 +17,14 @@ class StopRequest(SignalHandlers):
 
     Args:
         say: called within the signal handler with what the signal does, in words.
+        lost: what a second signal loses, in words; called within the signal handler.
     """
 
     taken_anyway = (signal.SIGINT, signal.SIGTERM)
 
-    def __init__(self, say: Callable[[str], None]):
+    def __init__(self, say: Callable[[str], None], lost: Callable[[], str] = lambda: "it"):
         super().__init__()
-        self._say = say
+        self._say, self._lost = say, lost
 
     @property
     def requested(self) -> bool:
@@ -32,7 +33,8 @@ class StopRequest(SignalHandlers):
 
     def handle(self, number: int, again: bool) -> None:
         """Say what comes of it; raise at the second."""
-        self._say((AT_ONCE if again else AFTER_STEP).format(name=signal.Signals(number).name))
+        name = signal.Signals(number).name
+        self._say(AT_ONCE.format(name=name) if again else AFTER_STEP.format(name=name, lost=self._lost()))
         if again:
             raise KeyboardInterrupt
 

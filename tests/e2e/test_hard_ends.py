@@ -26,7 +26,7 @@ from qerl.metrics.run_lock import RunLock
 from qerl.train import loop
 from qerl.train.optimizer import make_optimizer
 from qerl.train.resume import load_checkpoint
-from qerl.train.run import train
+from qerl.train.run import lost, train
 from qerl.train.session import open_session
 
 pytestmark = pytest.mark.usefixtures("blank_reports")
@@ -159,7 +159,7 @@ def test_one_signal_ends_the_run_after_its_step_with_an_exit_code_of_its_own(tmp
     _, told = running.communicate(timeout=120)
     assert running.returncode == 143, told
     last = folder.read_metrics()[-1]["step"]
-    assert "SIGTERM: stopping after this step, which will be saved; again to stop at once and lose it" in told
+    assert "SIGTERM: stopping after this step, which will be saved; a second signal stops at once and loses " in told
     assert f"stopped by SIGTERM after step {last} of 500, which is saved" in told and "--resume" in told
     assert folder.checkpoints()[-1][0] == last
     assert folder.read_json("summary.json")["status"] == "interrupted" and folder.report_path.exists()
@@ -188,10 +188,21 @@ def test_a_second_signal_ends_the_run_at_once_and_says_what_is_lost(run, monkeyp
     with pytest.raises(RunStopped, match=r"the running step is lost.*--resume goes on from checkpoint-1") as caught:
         run()
     assert caught.value.exit_code == 130
-    assert "SIGINT again: stopping at once" in capfd.readouterr().err
+    told = capfd.readouterr().err
+    assert "a second signal stops at once and loses the running step\nSIGINT again: stopping at once" in told
     calls[:] = [1]
     with pytest.raises(RunStopped, match=r"no checkpoint had been written. Delete .*other"):
         run("train.save_every=0", name="other")
+    assert "loses the whole run, which has no checkpoint yet" in capfd.readouterr().err
+    with pytest.raises(RunFolderError, match="no checkpoint") as caught:
+        run("train.save_every=0", name="other")
+    assert "--resume" not in str(caught.value) and "Delete" in str(caught.value)
+
+
+def test_what_stopping_at_once_loses_goes_back_to_the_newest_checkpoint(tmp_path):
+    folder = RunDir(tmp_path)
+    folder.checkpoint(25).mkdir(parents=True)
+    assert (lost(folder, 25), lost(folder, 31)) == ("the running step", "what came after checkpoint-25")
 
 
 def test_a_second_signal_that_compiled_code_makes_an_error_of_ends_the_run_likewise(run, monkeypatch):
