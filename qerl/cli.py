@@ -267,7 +267,7 @@ def quantize(
     config = load_config(config_file, [*overrides, *as_settings({"quant.format": weight_format})])
     from qerl.model.checkpoint import resolve_model_path
     from qerl.quantize.command import quantize_command
-    from qerl.quantize.report import facts, table
+    from qerl.quantize.report import facts, files_size, table
     from qerl.train.session import resolve_device
 
     with progress_bar("groups") as on_progress:
@@ -287,7 +287,7 @@ def quantize(
             activations=activations,
             progress=lambda done, total, name: on_progress(done, total, 0),
         )
-    print_facts({"written": out, **facts(quality)})
+    print_facts({"written": out, "files": files_size(out), **facts(quality)})
     rich.print(table(quality))
 
 

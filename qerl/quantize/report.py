@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qerl.units import bytes_text
@@ -18,7 +19,7 @@ def facts(quality: Mapping[str, Any]) -> dict[str, str]:
     lines = {
         "format": f"{quality['format']}, {quality['method']}, {quality['rounding']} rounding",
         "error": f"{total['relative_error']:.2%} of the weights, worst in {total['worst']}",
-        "size": f"{bytes_text(total['bytes'])} of {bytes_text(total['dense_bytes'])} in {total['tensors']} tensors; "
+        "size": f"{bytes_text(total['bytes'])} of {bytes_text(total['dense_bytes'])} of the linear layers, in {total['tensors']} tensors; "
         f"{total['bytes_per_weight']:.4f} bytes a weight, {total['over_ideal']:.4f} times NVFP4's ideal 9/16",
     }
     if quality["calibration"] is not None:
@@ -35,6 +36,12 @@ def facts(quality: Mapping[str, Any]) -> dict[str, str]:
         change = "" if model["entropy_change"] is None else f" ({model['entropy_change']:+.1%})"
         lines["entropy"] = f"{model['plain_entropy']:.4f} -> {model['entropy']:.4f} nats{change}; {rises}"
     return lines
+
+
+def files_size(folder: Path) -> str:
+    """Bytes of the weights of a checkpoint, of whatever kind."""
+    size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    return f"{bytes_text(size)} of safetensors, with embeddings, norms and whatever else is not quantized"
 
 
 def table(quality: Mapping[str, Any]) -> Table:

@@ -10,6 +10,7 @@ from qerl.config.load import load_config
 from qerl.errors import ConfigError
 from qerl.quantize.command import quantize_command
 from qerl.quantize.report import facts, table
+from qerl.units import bytes_text
 
 
 def run(*arguments):
@@ -28,7 +29,9 @@ def test_facts_and_table_of_a_calibrated_checkpoint(tmp_path):
     ):
         assert text in result.output, text
     assert "higher on" in result.output and "of 8 texts" in result.output
-    assert "0.5626 bytes a weight" in result.output
+    assert "0.5626 bytes a weight" in result.output and "of the linear layers, in 14 tensors" in result.output
+    written = bytes_text((tmp_path / "out" / "model.safetensors").stat().st_size)
+    assert f"{written} of safetensors" in result.output
     for projection in ("q_proj", "o_proj", "down_proj"):
         assert projection in result.output
 
