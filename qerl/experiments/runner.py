@@ -55,7 +55,7 @@ class Orders:
     match_only: bool = False
     """Find the temperatures and stop."""
     portable: bool = True
-    """Write ``portable/`` at the end."""
+    """Keep ``portable/`` up to date while the matrix runs, and at its end."""
     started_by: int | None = None
     """Number of the process that has started this one for one cell, or for a search: it has recorded the plan and looked at the data, and
     writes ``portable/`` as long as it is there. None: nobody has."""

@@ -59,7 +59,11 @@ def matrix(
         ),
     ] = 1,
     portable: Annotated[
-        bool, typer.Option("--portable/--no-portable", help="At the end, write DIR/portable to go on elsewhere.")
+        bool,
+        typer.Option(
+            "--portable/--no-portable",
+            help="Keep DIR/portable, to go on elsewhere: cells that ended, others as of their last checkpoint.",
+        ),
     ] = True,
     started_by: Annotated[int | None, typer.Option(hidden=True)] = None,
 ) -> None:
