@@ -95,7 +95,10 @@ def memory_text(
     )
     if budget is not None:
         room = budget.size - ledger.peak
+        takes_the_rest = asked.rollout.kv_cache_gb == "auto" and _is_cut(config, spec, device_type)
         verdict = f"fits, {bytes_text(room)} to spare" if room >= 0 else f"DOES NOT FIT, {bytes_text(-room)} too much"
+        if room >= 0 and takes_the_rest:
+            verdict = f"fits; keys and values take the rest ({bytes_text(kv_bytes(config, spec, device_type))})"
         console.print(f"budget: {bytes_text(budget.size)} ({budget.source}): {verdict}", markup=False)
         limits = memory.limits(config, spec, budget, device_type=device_type, asked=asked)
         if room < 0:
@@ -103,11 +106,8 @@ def memory_text(
             console.print(
                 f"what would fit: {advice or _shorter_answers(limits, asked, spec, budget, device_type)}", markup=False
             )
-        elif asked.rollout.kv_cache_gb == "auto" and _is_cut(config, spec, device_type):
-            console.print(
-                "Keys and values were given what is left. The plan counts tensors: the allocator may reserve more.",
-                markup=False,
-            )
+        elif takes_the_rest:
+            console.print("The plan counts tensors: the allocator may reserve more.", markup=False)
         console.print(_limits_table(limits))
     elif device_type == "cpu":
         console.print(

@@ -324,8 +324,9 @@ def test_a_plan_without_room_to_spare_says_who_took_it(tmp_path, gigabytes, said
     (tmp_path / "config.json").write_text(json.dumps(qwen_config("7b")))
     settings = (*UNTOLD, "rollout.prompts_per_step=16", f"model.path={tmp_path}")
     text, fitting = plan(configured(*settings), gpu=f"{gigabytes}GB", width=200)
-    assert fitting and ("Keys and values were given what is left" in text) == said
-    assert bool(re.search(r"fits, \d+ B to spare", text)) == said, "less than a kilobyte: the setting has six digits"
+    rest = re.search(r"fits; keys and values take the rest \((.*)\)", text)
+    assert fitting and bool(rest) == said and bool(re.search(r"fits, .* to spare", text)) != said
+    assert rest is None or f"keys and values: {rest[1]} of" in text
 
 
 LEAST_KV = 36 * 64 * 57344
