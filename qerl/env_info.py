@@ -114,8 +114,14 @@ def _usable_cpus() -> int | None:
 
 def _memory_gb() -> float | None:
     """Physical memory in GiB, where the system tells it."""
+    size = machine_memory()
+    return None if size is None else round(size / 2**30, 1)
+
+
+def machine_memory() -> int | None:
+    """Bytes of physical memory, where the system tells it."""
     try:
-        return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (ValueError, OSError, AttributeError):
         return None
 

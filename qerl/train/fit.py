@@ -11,6 +11,7 @@ from rich.table import Table
 
 from qerl import memory
 from qerl.config.schema import Config
+from qerl.env_info import machine_memory
 from qerl.memory import PHASES, Budget
 from qerl.memory.ledger import kv_bytes, sequences_with_room, wanted_kv_bytes
 from qerl.model.spec import ModelSpec
@@ -72,7 +73,17 @@ def plan(config: Config, *, gpu: str | None = None, width: int = 100) -> tuple[s
     settled = memory.resolve(config, spec, budget, device_type=device_type)
     peak = memory.predict(settled, spec, device_type=device_type).peak
     text = memory_text(settled, spec, budget, device_type=device_type, asked=config, width=width)
-    return text, budget is None or peak <= budget.size
+    if budget is None:
+        return text, over_machine(config, peak, device_type) == 0
+    return text, peak <= budget.size
+
+
+def over_machine(config: Config, peak: int, device_type: str) -> int:
+    """Bytes by which a plan for the CPU exceeds this machine's memory, 0 if it does not; with ``train.memory_budget=off`` nothing is too much."""
+    size = machine_memory()
+    if device_type != "cpu" or config.train.memory_budget == "off" or size is None:
+        return 0
+    return max(0, peak - size)
 
 
 def memory_text(
@@ -110,13 +121,22 @@ def memory_text(
             console.print("The plan counts tensors: the allocator may reserve more.", markup=False)
         console.print(_limits_table(limits))
     elif device_type == "cpu":
-        console.print(
-            "budget: none, as this is a plan for the CPU; qerl plan --gpu 24GB plans for a GPU of that size",
-            markup=False,
-        )
+        console.print(_cpu_line(asked, ledger.peak), markup=False)
     options = memory.options(config, spec, budget, device_type=device_type, asked=asked)
     console.print(_options_table(options, ledger.peak))
     return out.getvalue()
+
+
+def _cpu_line(config: Config, peak: int) -> str:
+    """What there is in place of a budget on the CPU: the machine's own memory, beyond which no plan can go."""
+    size = machine_memory()
+    if over := over_machine(config, peak, "cpu"):
+        return (
+            f"this machine has {bytes_text(size)}: DOES NOT FIT, {bytes_text(over)} too much; with train.memory_budget=GB "
+            "the plan keeps within that, or says what would fit"
+        )
+    known = "" if size is None else f" and this machine has {bytes_text(size)}"
+    return f"budget: none, as this is a plan for the CPU{known}; qerl plan --gpu 24GB plans for a GPU of that size"
 
 
 def _ledger_table(ledger: memory.Ledger, device_type: str) -> Table:

@@ -183,7 +183,7 @@ def test_a_plan_needs_a_config_json_and_nothing_else(model):
     assert not fits and "DOES NOT FIT" in text and "none" in text
 
 
-def test_the_command_exits_with_one_where_the_plan_does_not_fit(model):
+def test_the_command_exits_with_one_where_the_plan_does_not_fit(model, monkeypatch):
     def run(*arguments):
         return CliRunner().invoke(app, ["plan", *GRPO_STEP, f"model.path={model}", *arguments])
 
@@ -193,9 +193,24 @@ def test_the_command_exits_with_one_where_the_plan_does_not_fit(model):
     smaller = run("--gpu", "48GB", "train.memory_budget=24")
     assert smaller.exit_code == 1 and "(92% of train.memory_budget=24): DOES NOT FIT" in smaller.output
     assert run("--gpu", "small").exit_code == 2
+    monkeypatch.setattr("qerl.train.fit.machine_memory", lambda: int(512 * GB))
     unbounded = run()
     assert unbounded.exit_code == 0 and "budget: none, as this is a plan for the CPU" in unbounded.output
     assert "plan for the CPU" not in run("--gpu", "48GB").output
+
+
+def test_a_plan_for_the_cpu_fits_the_machine_or_says_that_it_does_not(model, monkeypatch):
+    def run(*arguments):
+        return CliRunner().invoke(app, ["plan", *GRPO_STEP, f"model.path={model}", "model.device=cpu", *arguments])
+
+    monkeypatch.setattr("qerl.train.fit.machine_memory", lambda: int(25.2 * GB))
+    small = run()
+    assert small.exit_code == 1 and "this machine has 25.2 GB: DOES NOT FIT" in small.output
+    assert run("train.memory_budget=off").exit_code == run("--gpu", "48GB").exit_code == 0
+    monkeypatch.setattr("qerl.train.fit.machine_memory", lambda: int(512 * GB))
+    assert run().exit_code == 0 and "and this machine has 512 GB" in run().output
+    monkeypatch.setattr("qerl.train.fit.machine_memory", lambda: None)
+    assert run().exit_code == 0
 
 
 def test_training_refuses_the_plan_with_the_same_text(model):
