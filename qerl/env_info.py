@@ -106,6 +106,16 @@ def _cpu_model() -> str:
     return platform.processor() or platform.machine()
 
 
+def cpu_multiplies_bfloat16() -> bool | None:
+    """Whether the CPU has instructions for products in bfloat16 (AVX512_BF16 or AMX); None where the system does not tell."""
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("flags"):
+                return not {"avx512_bf16", "amx_bf16"}.isdisjoint(line.split())
+    return None
+
+
 def _usable_cpus() -> int | None:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))

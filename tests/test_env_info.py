@@ -66,3 +66,16 @@ def test_a_missing_package_is_null(monkeypatch):
     versions = collect_env()["versions"]
     assert versions["no-such-package"] is None
     assert versions["torch"]
+
+
+def test_whether_the_cpu_multiplies_bfloat16_is_in_its_flags(monkeypatch):
+    texts = {
+        "processor\t: 0\nflags\t\t: fpu avx512f avx512_bf16 avx512vbmi\n": True,
+        "flags\t\t: fpu avx2 amx_bf16\n": True,
+        "flags\t\t: fpu avx2 avx512f\n": False,
+        "Features\t: fp asimd bf16\n": None,
+    }
+    for text, expected in texts.items():
+        monkeypatch.setattr(Path, "exists", lambda path: True)
+        monkeypatch.setattr(Path, "read_text", lambda path, text=text, **_: text)
+        assert env_info.cpu_multiplies_bfloat16() is expected

@@ -25,7 +25,7 @@ from qerl.train.fit import memory_text
 from qerl.train.prompts import load_prompts
 from qerl.train.run import check_trainable, noise_line
 from qerl.train.session import check_lengths, fit_lengths, require_model_path, resolve_device
-from qerl.train.warnings import config_warnings, prompt_warnings, size_warnings
+from qerl.train.warnings import config_warnings, cpu_warnings, prompt_warnings, size_warnings
 from qerl.units import bytes_text
 
 
@@ -62,7 +62,8 @@ def describe(config: Config, *, width: int = 100) -> str:
         console.print(_noise_table(config))
     text = memory_text(config, spec, budget, device_type=device.type, asked=asked, width=width)
     console.print(text, markup=False, end="")
-    for text in [*notes, *found, *config_warnings(config)]:
+    slow = cpu_warnings(config, spec, device.type)
+    for text in [*notes, *found, *slow, *config_warnings(config)]:
         console.print(f"warning: {text}", markup=False)
     return out.getvalue()
 

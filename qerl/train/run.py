@@ -40,7 +40,7 @@ from qerl.train.session import Session, fit_lengths, open_session, require_model
 from qerl.train.stop import Deadline, StopRequest
 from qerl.train.summary import closing_lines, write_summary
 from qerl.train.timing import StageTimer
-from qerl.train.warnings import prompt_warnings, size_warnings
+from qerl.train.warnings import cpu_warnings, prompt_warnings, size_warnings
 
 NO_EVAL = "none, so there will be no held-out accuracy: data.eval=FILE gives it questions to be measured on"
 RESUME = "The same command with --resume"
@@ -247,7 +247,8 @@ def build_trainer(config: Config, run: RunDir, session: Session, *, resume: bool
     )
     bare = prompt_warnings(train_prompts, config.data.prompt_template)
     sizes = size_warnings(config, session.model.spec, prompts=len(train_prompts))
-    for text in [*session.model.spec.notes, *notes, *bare, *sizes]:
+    slow = cpu_warnings(config, session.model.spec, session.device.type)
+    for text in [*session.model.spec.notes, *notes, *bare, *sizes, *slow]:
         trainer.warn(text)
     return trainer
 

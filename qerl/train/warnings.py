@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from qerl.config.schema import Config
+from qerl.env_info import cpu_multiplies_bfloat16
 from qerl.errors import TrainingError
 from qerl.metrics.catalogue import ALARMS
 from qerl.model.spec import ModelSpec
@@ -29,6 +30,8 @@ MANY_ANSWERS = 16_384
 """Answers a step from which a slip is likely."""
 MANY_EPOCHS = 1_000
 """Passes over the training prompts from which a slip is likely."""
+MANY_WEIGHTS = 50_000_000
+"""Weights of linear layers from which the type that a CPU computes in decides how long a step takes."""
 FEW_TOKENS = 4
 """Answer tokens below which hardly any answer is whole."""
 
@@ -114,6 +117,21 @@ def size_warnings(config: Config, spec: ModelSpec, *, prompts: int) -> list[str]
             f"rollout.max_new_tokens={rollout.max_new_tokens} leaves room for a word or two: nearly every answer will be cut off."
         )
     return found
+
+
+def cpu_warnings(config: Config, spec: ModelSpec, device_type: str) -> list[str]:
+    """A type of weights that costs a CPU most of its speed; a tiny model does not feel it."""
+    weights = spec.num_layers * sum(group.out_features * group.in_features for group in spec.groups())
+    if device_type != "cpu" or config.model.dtype != "bfloat16" or weights < MANY_WEIGHTS:
+        return []
+    if cpu_multiplies_bfloat16() is not False:
+        return []
+    return [
+        (
+            "model.dtype=bfloat16 on a CPU without instructions for it (AVX512_BF16, AMX): steps take two to three times as long as with "
+            "model.dtype=float32, which needs twice the memory for what is not quantized (docs/rollout.md#memory-first-use-cpu)."
+        )
+    ]
 
 
 def prompt_warnings(prompts: Sequence[Prompt], prompt_template: str) -> list[str]:

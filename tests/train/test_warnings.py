@@ -3,8 +3,9 @@
 import pytest
 
 from qerl.config.load import load_config
+from qerl.model.spec import ModelSpec
 from qerl.records import Prompt
-from qerl.train.warnings import WINDOW, config_warnings, prompt_warnings, step_warnings, trend_warnings
+from qerl.train.warnings import WINDOW, config_warnings, cpu_warnings, prompt_warnings, step_warnings, trend_warnings
 
 HEALTHY = {
     "reward": 0.4,
@@ -204,3 +205,31 @@ def test_legal_settings_that_do_not_do_what_they_seem_to(settings, harmless, pie
     (text,) = config_warnings(config(*settings))
     assert piece in text
     assert config_warnings(config(*settings, *harmless)) == []
+
+
+SMOLLM2 = {
+    "model_type": "llama",
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "vocab_size": 49152,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": True,
+}
+
+
+def test_bfloat16_on_a_cpu_without_instructions_for_it_is_told_of_where_the_model_is_large(monkeypatch):
+    spec = ModelSpec.from_config(SMOLLM2)
+    monkeypatch.setattr("qerl.train.warnings.cpu_multiplies_bfloat16", lambda: False)
+    (text,) = cpu_warnings(config(), spec, "cpu")
+    assert "model.dtype=float32" in text
+    assert cpu_warnings(config("model.dtype=float32"), spec, "cpu") == cpu_warnings(config(), spec, "cuda") == []
+    assert cpu_warnings(config(), ModelSpec.from_config(SMOLLM2 | {"num_hidden_layers": 2}), "cpu") == []
+    for told in (True, None):
+        monkeypatch.setattr("qerl.train.warnings.cpu_multiplies_bfloat16", lambda told=told: told)
+        assert cpu_warnings(config(), spec, "cpu") == []
