@@ -61,7 +61,7 @@ def watch(
         clock=lambda: _elapsed(run, data, clock),
         since=0.0,
     )
-    first = _first_step(run, data, clock())
+    first = None if once else _first_step(run, data, clock())
     display.start({"run": str(run.path), "what": ", ".join(method_line(data)), **({"now": first} if first else {})})
     told: set[int] = set()
     try:

@@ -125,6 +125,7 @@ class Trainer:
             with timer.stage("switch"):
                 self.session.engine.release()
                 memory.return_unused(self.session.device)
+        self.progress.running("diagnostics")
         with timer.stage("diagnostics"):
             measured = self.diagnostics.before_updates(rollout, groups, policy)
         values = advantages([[s.reward for s in group.scores] for group in batch], config.objective.advantage)
@@ -159,6 +160,7 @@ class Trainer:
             metrics |= self.noise.metrics(policy.state.noise, policy.noise)
         for warning in self.noise.take_warnings():
             self.warn(warning)
+        self.progress.running("diagnostics of the updates")
         with timer.stage("diagnostics"):
             scored_as_sampled = policy.noise is None or config.objective.noise == "replayed"
             difference = metrics.get("sampling/sampling_logp_difference/mean") if scored_as_sampled else None
