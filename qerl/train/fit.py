@@ -131,12 +131,22 @@ def _cpu_line(config: Config, peak: int) -> str:
     """What there is in place of a budget on the CPU: the machine's own memory, beyond which no plan can go."""
     size = machine_memory()
     if over := over_machine(config, peak, "cpu"):
-        return (
-            f"this machine has {bytes_text(size)}: DOES NOT FIT, {bytes_text(over)} too much; with train.memory_budget=GB "
-            "the plan keeps within that, or says what would fit"
-        )
+        return _too_large(over)
     known = "" if size is None else f" and this machine has {bytes_text(size)}"
     return f"budget: none, as this is a plan for the CPU{known}; qerl plan --gpu 24GB plans for a GPU of that size"
+
+
+def machine_warnings(config: Config, spec: ModelSpec, device_type: str) -> list[str]:
+    """What is said when a run begins on a CPU whose memory its plan exceeds; a budget that was asked for is held to before."""
+    over = over_machine(config, memory.predict(config, spec, device_type=device_type).peak, device_type)
+    return [_too_large(over)] if over else []
+
+
+def _too_large(over: int) -> str:
+    return (
+        f"this machine has {bytes_text(machine_memory())}: DOES NOT FIT, {bytes_text(over)} too much; with train.memory_budget=GB "
+        "the plan keeps within that, or says what would fit"
+    )
 
 
 def _ledger_table(ledger: memory.Ledger, device_type: str) -> Table:

@@ -6,6 +6,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from qerl.records import Prompt
 from qerl.report.html import write_report
 from qerl.reward.compose import Rewarder
 from qerl.train.diagnostics.observer import Diagnostics
-from qerl.train.fit import settle_memory, within_budget
+from qerl.train.fit import machine_warnings, settle_memory, within_budget
 from qerl.train.loop import Trainer
 from qerl.train.noise.director import NoiseDirector, load_sum
 from qerl.train.optimizer import MasterOptimizer, check_optimizer, make_optimizer
@@ -247,8 +248,8 @@ def build_trainer(config: Config, run: RunDir, session: Session, *, resume: bool
     )
     bare = prompt_warnings(train_prompts, config.data.prompt_template)
     sizes = size_warnings(config, session.model.spec, prompts=len(train_prompts))
-    slow = cpu_warnings(config, session.model.spec, session.device.type)
-    for text in [*session.model.spec.notes, *notes, *bare, *sizes, *slow]:
+    on_cpu = [check(config, session.model.spec, session.device.type) for check in (cpu_warnings, machine_warnings)]
+    for text in [*session.model.spec.notes, *notes, *bare, *sizes, *chain(*on_cpu)]:
         trainer.warn(text)
     return trainer
 

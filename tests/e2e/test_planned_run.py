@@ -132,3 +132,14 @@ def test_keys_and_values_are_gone_while_a_step_learns_unless_they_are_kept(run, 
     monkeypatch.setattr(loop, "learn", looks)
     run("r", f"rollout.keep_cache={keep}", "train.steps=2", "aqn.enabled=false")
     assert there == [keep == "on"] * 2
+
+
+def test_a_run_that_is_larger_than_the_machine_says_so_as_its_plan_does(tmp_path, monkeypatch):
+    monkeypatch.setattr("qerl.train.fit.machine_memory", lambda: 1_000_000)
+    train(
+        load_config(
+            None, [*SETTINGS, "train.steps=1", "data.train=arithmetic", f"run.dir={tmp_path}", "run.name=large"]
+        )
+    )
+    found = RunDir(tmp_path / "large").read_json("summary.json")["warnings"]
+    assert [text for text in found if "this machine has 1.00 MB: DOES NOT FIT" in text]

@@ -112,8 +112,8 @@ def test_every_e4m3_number_and_the_middles_between_them():
     assert_equal_bytes(torch.stack([row, -row]), "fp8", "ct")
 
 
-def test_doubly_quantized_scales_of_every_place_of_the_table():
-    """Blocks of one magnitude each, so that the scales are at and beside the edges of the 65,536 places."""
+def test_doubly_quantized_scales_from_all_over_the_table():
+    """Blocks of one magnitude each, so that the scales are given: 37 places apart or so (their mean and largest decide where they lie), and alike."""
     edges = (torch.arange(0, 65536, 37).double() - 0.5) / double_quant.TABLE_STEP - 1
     for part in edges.float().split(255):
         scales = 2 + torch.cat([part, -part.sum().clamp(-1, 1).view(1)])
