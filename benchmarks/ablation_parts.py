@@ -108,12 +108,13 @@ _DECODE_NO_COPIES = (
         "// Starts the copies of the next pair of units, or of the last one of a round, as one group; an empty group at the end.\n",
         """#define copy_codes(target, source) if (p.scale_base == 0) copy_codes(target, source)
 #define copy_async_16(target, source) if (p.scale_base == 0) copy_async_16(target, source)
+#define copy_async_16_where(copies, target, source) if (p.scale_base == 0) copy_async_16_where(copies, target, source)
 """,
     ),
     _before(
         "decode.cu",
         'extern "C" __global__ void __launch_bounds__(THREADS, 1) decode(',
-        "#undef copy_codes\n#undef copy_async_16\n",
+        "#undef copy_codes\n#undef copy_async_16\n#undef copy_async_16_where\n",
     ),
 )
 # A unit is not read, expanded or multiplied; its sums, zeros, go their way.

@@ -62,11 +62,11 @@ class E2m1Format(TiledFormat):
 
     @abstractmethod
     def tile_scales(self, codes_OI: Tensor, scales_OB: Tensor) -> Tensor:
-        """What tiles hold for stored scales, both as bytes [O, B]; `codes_OI`, one a byte, may be changed with them."""
+        """What tiles hold for stored scales, bytes [O, B or, in whole words, more]; `codes_OI`, one a byte, may be changed with them."""
 
     @abstractmethod
     def natural_scales(self, stored_OB: Tensor) -> Tensor:
-        """The way back of `tile_scales`."""
+        """The way back of `tile_scales`, with all bytes that the tiles of a row have for scales."""
 
     def to_parts(self, packed: PackedWeight, rows: slice) -> tuple[Tensor, Tensor]:
         data = packed.tensors["packed"][rows]
@@ -76,7 +76,7 @@ class E2m1Format(TiledFormat):
     def from_parts_of_tiles(self, parts: Iterable[tuple[Tensor, Tensor]], shape: tuple[int, int]) -> dict[str, Tensor]:
         blocks = -(-shape[1] // self.block)
         found = [
-            (e2m1.pack(codes[:, : blocks * self.block]), self.natural_scales(scales[:, :blocks]))
+            (e2m1.pack(codes[:, : blocks * self.block]), self.natural_scales(scales)[:, :blocks])
             for codes, scales in parts
         ]
         packed, scales = (torch.cat(column) for column in zip(*found, strict=True))

@@ -40,6 +40,7 @@ from functools import cache
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from qerl.errors import FormatError
 from qerl.formats import e2m1
@@ -112,10 +113,14 @@ class Nvfp4Format(E2m1Format):
         blocks = codes_OI.unflatten(1, (-1, BLOCK))
         blocks ^= ((scales_OB >> 7) << 3)[..., None]
         blocks *= ((scales_OB & 127) != 0)[..., None]
-        return _wide_scales(scales_OB.device)[0].index_select(0, scales_OB.reshape(-1).int()).view(scales_OB.shape)
+        wide = _wide_scales(scales_OB.device)[0].index_select(0, scales_OB.reshape(-1).int()).view(scales_OB.shape)
+        words = pad(wide, (0, -wide.shape[1] % _WORD)).unflatten(1, (-1, _WORD))
+        return (words << 4 | words.roll(1, 2) >> 4).flatten(1)
 
     def natural_scales(self, stored_OB: Tensor) -> Tensor:
-        return _wide_scales(stored_OB.device)[1].index_select(0, stored_OB.reshape(-1).int()).view(stored_OB.shape)
+        words = stored_OB.unflatten(1, (-1, _WORD))
+        wide = words >> 4 | words.roll(-1, 2) << 4
+        return _wide_scales(stored_OB.device)[1].index_select(0, wide.reshape(-1).int()).view(stored_OB.shape)
 
     def check_stored(self, tensors: Mapping[str, Tensor], name: str) -> None:
         divisor = tensors["global_scale"]
@@ -149,6 +154,8 @@ def _tensor_scale(reach: Tensor) -> Tensor:
     return torch.where(scale > 0, scale, 1.0)
 
 
+_WORD = 4
+"""Scales of a row of a tile: a word, which is turned by 4 bits."""
 _EXPONENT_SHIFT = 22
 _NAN = 0xFF
 

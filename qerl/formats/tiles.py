@@ -13,12 +13,13 @@ A tile is four k16 steps of the A operand of `mma.m16n8k16`. Legend: row = 8 h +
              then              8 rows g x 2 (h): the scales of a row
 
 **E2M1 codes** (NVFP4, MXFP4). The 32 bits are two halves u of 16 bits, each with the codes of the four (e, h); a half is not four nibbles. The bits of a
-code (sign s, exponent EE, mantissa M) stand where a left shift by 0, 3 or 6 and one mask bring them to the places of a bfloat16 (s in bit
-15, EEM in bits 8, 7, 6); the fourth code takes what is left:
+code (sign s, exponent EE, mantissa M) stand where one mask brings them to the places of a bfloat16 (s in bit 15, EEM in bits 8, 7, 6) after no shift, a left
+shift by 6, or a turn of the whole word to the right by 6, for which the sign s' stands in the other half; the fourth code, in what is left, takes a left and a right shift by 4.
+No four patterns of these bits fill a half by turns alone:
 
     bit     15 14 13 12 11 10  9  8  7  6  5  4  3  2  1  0
-    code     0  3  3  1  3  3  2  0  0  0  1  1  1  2  2  2        code = h + 2 e
-    field    s  E  E  s  s  M  s  E  E  M  E  E  M  E  E  M
+    code     0  2  2  2  3  3  1  0  0  0  2  3  3  1  1  1        code = h + 2 e
+    field    s  E  E  M  s  M  s  E  E  M  s' E  E  E  E  M
 
 **NF4 codes.** The 32 bits are four bytes h + 2 e, each two codes (u = 0 in the low nibble) that are looked up together.
 
@@ -31,8 +32,9 @@ places in a bfloat16, those of the second where a left shift and a right shift b
 
 **Scales**, for each row of a tile:
 
-    nvfp4  4 bytes   of blocks of 16: 5 bits of exponent and 3 of mantissa, 8 (exponent + 22) + mantissa. Every positive E4M3 number has one, the
-                     subnormal ones too, and it expands to a bfloat16 by a shift. Zero has none: a block whose scale is zero gets codes of
+    nvfp4  4 bytes   of blocks of 16: 5 bits of exponent and 3 of mantissa, 8 (exponent + 22) + mantissa, as one word turned to the left by 4 bits:
+                     the numbers of blocks 0 and 2 stand at their places in a pair of bfloat16. Every positive E4M3 number has one, the
+                     subnormal ones too. Zero has none: a block whose scale is zero gets codes of
                      zero instead. That, and the sign of a negative scale (moved to its codes), is all that the way back does not restore.
     mxfp4  2 bytes   of blocks of 32: e + 126, so that a shift makes the bfloat16 2^(e - 1); 0 beyond the weight
     nf4    4 bytes   of the one block: its absmax, float32; with double quantization 1 byte, the code of it
@@ -58,7 +60,9 @@ CODE_BYTES = 512
 """Bytes of the codes of 4 bits of a tile."""
 
 # Bit of each field of each of the four E2M1 codes of a half: (sign, exponent high, exponent low, mantissa).
-_PLACES = ((15, 8, 7, 6), (12, 5, 4, 3), (9, 2, 1, 0), (11, 14, 13, 10))
+_PLACES = ((15, 8, 7, 6), (9, 2, 1, 0), (5, 14, 13, 12), (11, 4, 3, 10))
+_SIGN_ACROSS = 2
+"""The code whose sign stands in the other half."""
 _SLICE_ELEMENTS = 1 << 24
 
 
@@ -211,11 +215,17 @@ def _read(tiles: Tensor, layout: TileLayout) -> tuple[Tensor, Tensor]:
 
 
 def _join_fields(fields: Tensor) -> Tensor:
-    """int16 halves of E2M1 codes [4, N]."""
+    """int16 halves of E2M1 codes [4, N], the two of a word neighbors."""
     halves = torch.zeros(fields.shape[1], dtype=torch.int16, device=fields.device)
-    for table, code in zip(_scatter(fields.device), fields, strict=True):
+    for index, table in enumerate(_scatter(fields.device)):
+        code = _across(fields[index]) if index == _SIGN_ACROSS else fields[index]
         halves |= table.index_select(0, code.int())
     return halves
+
+
+def _across(codes: Tensor) -> Tensor:
+    """uint8 E2M1 codes [N], each with its neighbor's sign."""
+    return codes & 7 | codes.view(-1, 2).flip(1).view(-1) & 8
 
 
 def _split_fields(words: Tensor) -> Tensor:
@@ -224,6 +234,7 @@ def _split_fields(words: Tensor) -> Tensor:
     for places in _PLACES:
         bits = [((halves >> place) & 1) << (3 - index) for index, place in enumerate(places)]
         parts.append((bits[0] | bits[1] | bits[2] | bits[3]).to(torch.uint8))
+    parts[_SIGN_ACROSS] = _across(parts[_SIGN_ACROSS])
     return torch.stack(parts)
 
 

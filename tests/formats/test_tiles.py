@@ -131,10 +131,21 @@ def fragments(tiled: torch.Tensor):
 
 
 def e2m1_registers(word: int) -> tuple[int, ...]:
-    """`e2m1_fields` of cuda/format.cuh."""
-    fields = 0x81C081C0
-    last = ((word >> 6) & 0x01800180) | ((word >> 4) & 0x00400040) | ((word << 4) & 0x80008000)
-    return word & fields, (word << 3) & fields, (word << 6) & fields, last
+    """`e2m1_fields` of cuda/format.cuh: its very statements, which Python reads as C++ does."""
+    source = FORMAT_SOURCE[FORMAT_SOURCE.index("void e2m1_fields(") :]
+    body = source[source.index("{") + 1 : source.index("}")].replace("u)", ")").replace("u;", ";")
+    fields = int(re.search(r"FIELDS = (\w+)", body).group(1), 16)
+    values = re.findall(r"^  q\[\d\] = (.+);$", body.replace("turn_right<6>(word)", "turned"), re.MULTILINE)
+    turned = (word >> 6 | word << 26) & 0xFFFFFFFF
+    first, second, third, last = (eval(text, {"word": word, "turned": turned, "FIELDS": fields}) for text in values)
+    return first, second & 0xFFFFFFFF, third, last & 0xFFFFFFFF
+
+
+def nvfp4_scale(scales: torch.Tensor, j: int) -> int:
+    """The bits of a scale as `expand_scales` and `step_scale` of cuda/format.cuh find them."""
+    word = int.from_bytes(bytes(scales.tolist()), "little")
+    pairs = (word >> 8 | word << 24) & 0xFFFFFFFF if j & 1 else word
+    return ((pairs & 0x0FF00FF0) | 0x70007000) >> (16 if j & 2 else 0) & 0xFFFF
 
 
 def e4m3_registers(word: int) -> tuple[int, int]:
@@ -188,7 +199,7 @@ def read_as_the_kernel_does(tiled: torch.Tensor, name: str, groups: torch.Tensor
             for u in (0, 1):
                 value = bf16(register >> 16 * u & 0xFFFF)
                 if name == "nvfp4":
-                    value *= 128 * bf16(0x7000 | int(scales[g, h, j]) << 4)
+                    value *= 128 * bf16(nvfp4_scale(scales[g, h], j))
                 elif name == "fp8":
                     value *= bf16(0x7B80)
                 elif name == "mxfp4":

@@ -223,9 +223,9 @@ __device__ __forceinline__ void produce(const DecodeParams& p, Producer& at, con
   if (at.left >= 2 && at.row_left > 2) {
     copy_codes(target, at.source);
     copy_codes(target + TILE_BYTES, at.source + TILE_BYTES);
-    if (lane < SCALE_CHUNKS) {
-      copy_async_16(target + TILE_CODES, at.source + TILE_CODES);
-      copy_async_16(target + TILE_BYTES + TILE_CODES, at.source + TILE_BYTES + TILE_CODES);
+    if (SCALE_CHUNKS > 0) {
+      copy_async_16_where(lane < SCALE_CHUNKS, target + TILE_CODES, at.source + TILE_CODES);
+      copy_async_16_where(lane < SCALE_CHUNKS, target + TILE_BYTES + TILE_CODES, at.source + TILE_BYTES + TILE_CODES);
     }
     at.left -= 2;
     at.row_left -= 2;
@@ -234,7 +234,7 @@ __device__ __forceinline__ void produce(const DecodeParams& p, Producer& at, con
 #pragma unroll 1
     for (int i = min(at.left, 2); i > 0; --i) {
       copy_codes(target, at.source);
-      if (lane < SCALE_CHUNKS) copy_async_16(target + TILE_CODES, at.source + TILE_CODES);
+      if (SCALE_CHUNKS > 0) copy_async_16_where(lane < SCALE_CHUNKS, target + TILE_CODES, at.source + TILE_CODES);
       target += TILE_BYTES;
       --at.left;
       u32 step = TILE_BYTES;
@@ -328,10 +328,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode(const __grid_con
   u32 parity = 0;
   for (int round = w.tile_start;;) {
     if (warp < WARPS) {
-      int tile = at_work.tile, left = at_work.left, row_left = at_work.row_left;
+      int tile = at_work.tile, left = at_work.left;
+      int run = min(left, at_work.row_left);  // units until the row tile or this warp's share ends
       Delivery to = at_work.to;
-      u32 x_at = x_row + (w.slice_units - row_left) * 128;
-      Rows rows = rows_of(p.side, p.units, round + tile, w.first_unit + w.slice_units - row_left, lane);
+      u32 x_at = x_row + (w.slice_units - at_work.row_left) * 128;
+      Rows rows = rows_of(p.side, p.units, round + tile, w.first_unit + w.slice_units - at_work.row_left, lane);
       float c[CHAINS][NT][4] = {};
 #pragma unroll 1
       while (left > 0) {
@@ -339,14 +340,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode(const __grid_con
         __syncwarp();
         produce(p, at, w, codes_at + free_stage, row_jump, warp, lane);
         free_stage = stage;
+        const int now = min(left, 2);
+        left -= now;
         // One copy of this body: both units of a pair, unrolled, outgrow the instruction cache.
 #pragma unroll 1
-        for (int i = min(left, 2); i > 0; --i) {
+        for (int i = now; i > 0; --i) {
           multiply_unit(load_codes(codes_at + stage), load_scale_bytes(scales_at + stage), rows, x_at, x_column, unpack, c);
           stage += TILE_BYTES;
           x_at += 128;
-          --left;
-          if (--row_left == 0 || left == 0) {
+          if (--run == 0) {
             if (tile == to.owner_stop) address(p, s, w, to, tiles, tile, warp, lane);
 #pragma unroll
             for (int n = 0; n < NT; ++n) {
@@ -359,7 +361,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode(const __grid_con
             to.slot += NT * 512;
             ++tile;
             rows = rows_of(p.side, p.units, round + tile, w.first_unit, lane);
-            row_left = w.slice_units;
+            run = min(left + i - 1, w.slice_units);
             x_at = x_row;
           }
         }

@@ -181,6 +181,13 @@ __device__ void expand(const DecodeParams& p, const Shared& s, const Work& w, in
 
 // ---- Main warps.
 
+// `copy_async_16` where `copies`, without a branch: neighbouring copies stay one run of instructions, before which the assembler puts three more.
+__device__ __forceinline__ void copy_async_16_where(bool copies, u32 shared, const void* global) {
+  asm volatile("{\n.reg .pred copies;\nsetp.ne.u32 copies, %2, 0;\n@copies cp.async.cg.shared.global [%0], [%1], 16;\n}" ::"r"(shared), "l"(global),
+               "r"(static_cast<u32>(copies))
+               : "memory");
+}
+
 // Starts the copy of this lane's codes of a tile.
 __device__ __forceinline__ void copy_codes(u32 target, const u8* source) {
 #pragma unroll
