@@ -56,19 +56,20 @@ __device__ __forceinline__ void expect_round(const DecodeParams& p, const Work& 
 #endif
 }
 
+// By the adapters' warps; `thread` counts them from 0. A thread has the same inputs of every row, so that no division stands between two copies.
 __device__ void load_x(const DecodeParams& p, const Shared& s, const Work& w, int thread) {
-  constexpr bool vectors = VECTORS;
-  const int chunks = w.slice_units * 8;
-  const int rows = p.m < COLUMNS ? p.m : COLUMNS;
-  for (int i = thread; i < rows * chunks; i += LORA_THREADS) {
-    const int row = i / chunks, chunk = i - row * chunks;
+  const int rows = min(p.m, COLUMNS);
+  for (int chunk = thread; chunk < w.slice_units * 8; chunk += LORA_THREADS) {
     const int column = w.first_unit * 64 + chunk * 8;
-    const u16* source = p.x + static_cast<long long>(row) * p.k;
-    u16* target = s.x + row * s.stride + chunk * 8;
-    if (vectors && column + 8 <= p.k) {
-      copy_async_16(smem_address(target), source + column);
-    } else {
-      *reinterpret_cast<uint4*>(target) = load_row_8(source, column, p.k, vectors);
+    const u16* source = p.x + column;
+    u16* target = s.x + chunk * 8;
+#pragma unroll 1
+    for (int row = 0; row < rows; ++row, source += p.k, target += s.stride) {
+      if (VECTORS && column < p.k) {
+        copy_async_16(smem_address(target), source);
+      } else {
+        *reinterpret_cast<uint4*>(target) = VECTORS ? make_uint4(0, 0, 0, 0) : load_row_8(source - column, column, p.k, false);
+      }
     }
   }
   copy_async_commit();
