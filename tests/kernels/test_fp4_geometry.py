@@ -136,6 +136,22 @@ def test_every_piece_of_h_has_a_block(ranks):
         assert geometry.chunks <= 2 * (geometry.units // cluster), "no piece is empty"
 
 
+@pytest.mark.parametrize("d_in", [8, 64, 72, 120, 128, 896, 1000, 3584, 4104, 18944, 27648])
+def test_every_block_has_inputs_to_copy_in_whole_chunks(d_in):
+    """As `expect_x` and `load_x` of cuda/decode.cuh count them: a copy of no bytes, or of part of 16, would never come."""
+    for cluster, count in CLUSTERS.items():
+        geometry = decode_geometry(8, (4608, d_in), 0, cluster=cluster, clusters=count, limit=LIMIT, ring=4)
+        if geometry is None:
+            continue
+        first, copied = 0, 0
+        for units in slices(geometry):
+            inputs = min(units * 64, d_in - first * 64)
+            assert inputs > 0 and inputs % 8 == 0, "an inner block's end is that of a unit"
+            assert (geometry.slice_units * 64 + 8) % 8 == 0 and units <= geometry.slice_units
+            first, copied = first + units, copied + inputs
+        assert copied == d_in
+
+
 H200 = SimpleNamespace(
     multiprocessors=132, shared_limit=LIMIT, resident_clusters=lambda launch: CLUSTERS[launch.cluster]
 )

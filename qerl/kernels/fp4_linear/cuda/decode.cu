@@ -56,26 +56,6 @@ __device__ __forceinline__ void expect_round(const DecodeParams& p, const Work& 
 #endif
 }
 
-// By the adapters' warps; `thread` counts them from 0. A thread has the same inputs of every row, so that no division stands between two copies.
-__device__ void load_x(const DecodeParams& p, const Shared& s, const Work& w, int thread) {
-  const int rows = min(p.m, COLUMNS);
-  for (int chunk = thread; chunk < w.slice_units * 8; chunk += LORA_THREADS) {
-    const int column = w.first_unit * 64 + chunk * 8;
-    const u16* source = p.x + column;
-    u16* target = s.x + chunk * 8;
-#pragma unroll 1
-    for (int row = 0; row < rows; ++row, source += p.k, target += s.stride) {
-      if (VECTORS && column < p.k) {
-        copy_async_16(smem_address(target), source);
-      } else {
-        *reinterpret_cast<uint4*>(target) = VECTORS ? make_uint4(0, 0, 0, 0) : load_row_8(source - column, column, p.k, false);
-      }
-    }
-  }
-  copy_async_commit();
-  copy_async_wait<0>();
-}
-
 // 16 rows of A and a run of halves of a unit, 32 inputs each, of this block's slice: one piece of h = A x. The clusters share out the pieces.
 struct Piece {
   int group, chunk, from, to;
@@ -251,6 +231,9 @@ __device__ __forceinline__ void produce(const DecodeParams& p, Producer& at, con
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) decode(const __grid_constant__ DecodeParams p) {
   extern __shared__ __align__(128) u8 memory[];
+#if BULK_X
+  __shared__ u64 x_there;
+#endif
   __shared__ u64 arrived;
   const int thread = threadIdx.x, lane = thread & 31, warp = thread >> 5;
   const int cluster = blockIdx.x / CLUSTER, clusters = gridDim.x / CLUSTER;
@@ -277,9 +260,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode(const __grid_con
   Producer at = {nullptr, 0, 0, w.tile_start};
   const u32 ring = smem_address(memory) + TABLE_BYTES + warp * RING_BYTES;
   const u32 row_jump = (p.units - w.slice_units + 1) * TILE_BYTES;
-#if CLUSTER > 1
+#if BULK_X || CLUSTER > 1
   if (thread == 32 * WARPS) {
     barrier_init(&arrived, 1);
+#if BULK_X
+    barrier_init(&x_there, 1);
+#endif
     barrier_inits_visible();
   }
 #endif
@@ -311,10 +297,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode(const __grid_con
     load_a(p, w, piece.group, from, piece.from + share(warp + 1, WARPS + LORA_WARPS, piece.to - piece.from), lane, a);
   }
   if (warp >= WARPS) {
+#if BULK_X
+    expect_x(p, s, w, thread - 32 * WARPS, &x_there);
+    dependencies_wait();
+    load_x(p, s, w, thread - 32 * WARPS, &x_there);
+#else
     dependencies_wait();
     load_x(p, s, w, thread - 32 * WARPS);
+#endif
   }
+  // The table, zeros behind x and the barrier for x are there for all threads, and no thread goes on before the kernel in front has ended.
   __syncthreads();
+#if BULK_X
+  barrier_wait(smem_address(&x_there), 0);
+#endif
   u32 before = 0;
   if (p.parts > 0) {
     shrink(p, s, w, cluster, clusters, a, warp, lane);

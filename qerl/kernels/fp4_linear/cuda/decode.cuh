@@ -111,6 +111,64 @@ __device__ __forceinline__ bool part_needed(const Part& part, int tile_start, in
 
 // ---- Adapter warps; `thread` counts them from 0.
 
+// Rows of x come as bulk copies, whose bytes count at a barrier. Their addresses and sizes must be multiples of 16 bytes.
+#if VECTORS && __CUDA_ARCH__ >= 900
+#define BULK_X 1
+#else
+#define BULK_X 0
+#endif
+
+#if BULK_X
+__device__ __forceinline__ void copy_bulk(u32 shared, const void* global, int bytes, u32 barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared), "l"(global), "r"(bytes),
+               "r"(barrier)
+               : "memory");
+}
+
+// Inputs of this block's slice that there are.
+__device__ __forceinline__ int slice_inputs(const DecodeParams& p, const Work& w) { return min(w.slice_units * 64, p.k - w.first_unit * 64); }
+
+// Before x is there. The first thread tells the barrier how many bytes will come; it may do so when some have come. Others lay zeros behind the end
+// of x, where the last unit reaches beyond it and no copy comes.
+__device__ __forceinline__ void expect_x(const DecodeParams& p, const Shared& s, const Work& w, int thread, u64* barrier) {
+  const int rows = min(p.m, COLUMNS), inputs = slice_inputs(p, w);
+  if (thread == 0) barrier_expect(smem_address(barrier), rows * inputs * 2);
+  if (thread < rows) {
+#pragma unroll 1
+    for (int i = inputs; i < w.slice_units * 64; i += 8) *reinterpret_cast<uint4*>(s.x + thread * s.stride + i) = make_uint4(0, 0, 0, 0);
+  }
+  // The barrier has been initialized: with clusters, theirs has told these warps so.
+  if (CLUSTER == 1) lora_sync();
+}
+
+// A row a thread, since a warp asks for one copy after the other: the rows are dealt out to the warps.
+__device__ __forceinline__ void load_x(const DecodeParams& p, const Shared& s, const Work& w, int thread, u64* barrier) {
+  const int row = (thread & 31) * LORA_WARPS + (thread >> 5);
+  const u16* source = p.x + static_cast<long long>(row) * p.k + w.first_unit * 64;
+  if (row < min(p.m, COLUMNS)) copy_bulk(smem_address(s.x + row * s.stride), source, slice_inputs(p, w) * 2, smem_address(barrier));
+}
+#else
+// A thread has the same inputs of every row, so that no division stands between two copies.
+__device__ void load_x(const DecodeParams& p, const Shared& s, const Work& w, int thread) {
+  const int rows = min(p.m, COLUMNS);
+  for (int chunk = thread; chunk < w.slice_units * 8; chunk += LORA_THREADS) {
+    const int column = w.first_unit * 64 + chunk * 8;
+    const u16* source = p.x + column;
+    u16* target = s.x + chunk * 8;
+#pragma unroll 1
+    for (int row = 0; row < rows; ++row, source += p.k, target += s.stride) {
+      if (VECTORS && column < p.k) {
+        copy_async_16(smem_address(target), source);
+      } else {
+        *reinterpret_cast<uint4*>(target) = VECTORS ? make_uint4(0, 0, 0, 0) : load_row_8(source - column, column, p.k, false);
+      }
+    }
+  }
+  copy_async_commit();
+  copy_async_wait<0>();
+}
+#endif
+
 // Brings what `expand` will read first into the L1 cache.
 __device__ void warm_epilogue(const DecodeParams& p, const Work& w, int thread) {
   const int tiles = min(p.round_tiles, w.tile_stop - w.tile_start);
