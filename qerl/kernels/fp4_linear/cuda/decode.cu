@@ -339,7 +339,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode(const __grid_con
         free_stage = stage;
         const int now = min(left, 2);
         left -= now;
-        // One copy of this body: both units of a pair, unrolled, outgrow the instruction cache.
+        // A pair of which neither ends a row tile.
+        if (run > 2) {
+          multiply_unit(load_codes(codes_at + stage), load_scale_bytes(scales_at + stage), rows, x_at, x_column, unpack, c);
+          stage += TILE_BYTES;
+          multiply_unit(load_codes(codes_at + stage), load_scale_bytes(scales_at + stage), rows, x_at + 128, x_column, unpack, c);
+          x_at += 256;
+          run -= 2;
+          stage = free_stage == (STAGES - 2) * TILE_BYTES ? 0 : free_stage + 2 * TILE_BYTES;
+          continue;
+        }
 #pragma unroll 1
         for (int i = now; i > 0; --i) {
           multiply_unit(load_codes(codes_at + stage), load_scale_bytes(scales_at + stage), rows, x_at, x_column, unpack, c);
