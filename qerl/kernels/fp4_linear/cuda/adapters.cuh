@@ -137,26 +137,33 @@ __device__ __forceinline__ void lay_rows(const MiddleParams& p, int first, u32 t
   }
 }
 
+// Lays a thread's chunks of 16 bytes of 32 columns: one of every LAID_TOGETHER-th of `rows` rows in shared memory, at the same chunk of each; row `at + i`
+// of a matrix of rows `stride` apart, zeros where it has none. All but a few additions are made before the loop: written with a part's fields,
+// its body loads them for every chunk anew, one behind the other.
+constexpr int LAID_TOGETHER = HELPERS / 4;
+static_assert(LAID_TOGETHER % 8 == 0);  // so far apart, rows have the same swizzle
+
+__device__ __forceinline__ void lay_columns(const u16* matrix, int stride, int at, bool any, int matrix_rows, int rows, u32 memory, int thread) {
+  const int row = thread >> 2, chunk = thread & 3;
+  const u32 inside = any ? matrix_rows : 0;
+  u32 r = at + row, to = memory + 64 * row + ((chunk ^ (row >> 1 & 3)) << 4);
+  const u32 stop = memory + 64 * rows;
+  const u16* from = matrix + static_cast<long long>(at + row) * stride;
+#pragma unroll 1
+  for (; to < stop; to += 64 * LAID_TOGETHER, r += LAID_TOGETHER, from += LAID_TOGETHER * stride)
+    copy_async_16_if(r < inside, to, r < inside ? from : matrix);
+}
+
 // 32 ranks of B, zeros where there are none.
 __device__ __forceinline__ void lay_b(const Part& part, int rank, int first, u32 memory, int thread) {
-#pragma unroll 1
-  for (int i = thread; i < 4 * BLOCK_ROWS; i += HELPERS) {
-    const int row = i >> 2, chunk = i & 3, r = first + row;
-    const bool inside = r >= part.row_start && r < part.row_stop && rank + 8 * chunk < part.rank;
-    copy_async_16_if(inside, memory + FEED_H + 64 * row + ((chunk ^ (row >> 1 & 3)) << 4),
-                     part.b + (inside ? static_cast<long long>(r - part.row_start) * part.rank + rank + 8 * chunk : 0));
-  }
+  const int column = rank + 8 * (thread & 3);
+  lay_columns(part.b + column, part.rank, first - part.row_start, column < part.rank, part.row_stop - part.row_start, BLOCK_ROWS, memory + FEED_H, thread);
 }
 
 // 32 ranks of h, and waits for B too.
 __device__ __forceinline__ void lay_h(const MiddleParams& p, const Part& part, int rank, int token, u32 memory, int thread) {
-#pragma unroll 1
-  for (int i = thread; i < 4 * TOKENS; i += HELPERS) {
-    const int row = i >> 2, chunk = i & 3;
-    const bool inside = token + row < p.m && rank + 8 * chunk < part.rank;
-    copy_async_16_if(inside, memory + 64 * row + ((chunk ^ (row >> 1 & 3)) << 4),
-                     p.h + (inside ? static_cast<long long>(token + row) * p.ranks + part.rank_start + rank + 8 * chunk : 0));
-  }
+  const int column = rank + 8 * (thread & 3);
+  lay_columns(p.h + part.rank_start + column, p.ranks, token, column < part.rank, p.m, TOKENS, memory, thread);
   copy_async_commit();
   copy_async_wait<0>();
   // For the matrix units, which read h from shared memory themselves.
@@ -236,10 +243,11 @@ __device__ __forceinline__ void prefetch_adapters(const MiddleParams& p, int sta
 #pragma unroll 1
     for (int q = 0; q < p.parts && at.unit == 0; ++q) {
       const Part& part = p.part[q];
+      const int low = max(first, part.row_start), numbers = (min(first + BLOCK_ROWS, part.row_stop) - low) * part.rank;
+      const u16* from = part.b + static_cast<long long>(low - part.row_start) * part.rank;
+      // 64 bytes each: of a line of 128, two.
 #pragma unroll 1
-      for (int row = max(first, part.row_start) + thread; row < min(first + BLOCK_ROWS, part.row_stop); row += HELPERS)
-#pragma unroll 1
-        for (int rank = 0; rank < part.rank; rank += 64) prefetch(part.b + static_cast<long long>(row - part.row_start) * part.rank + rank);
+      for (int i = 32 * thread; i < numbers; i += 32 * HELPERS) prefetch(from + i);
     }
     return false;
   });
