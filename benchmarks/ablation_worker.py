@@ -157,7 +157,9 @@ def code_of(kernel: str, linear: Linear, x_TI: Tensor, with_adapters: bool) -> C
     regime = cuda.regime_of(x_TI, linear.weight, placements, a_RI, b_OR)
     if regime != kernel:
         raise RuntimeError(f"{tuple(linear.weight.shape)}, {len(x_TI)} rows: {regime} runs, not {kernel}")
-    return decode.code(x_TI, linear.weight, a_RI) if kernel == "decode" else middle.code(x_TI, linear.weight)
+    if kernel == "decode":
+        return decode.code(x_TI, linear.weight, a_RI)
+    return middle.code(x_TI, linear.weight, placements)
 
 
 def codes_of(cell: Cell, parts: Sequence[Part], linears: Sequence[Linear], inputs: dict[int, Tensor]) -> list[Any]:

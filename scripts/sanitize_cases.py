@@ -128,13 +128,14 @@ def linear_cases(formats: tuple[str, ...]) -> Iterator[Case]:
             ("dequantize",),
         )
     if "nvfp4" in formats:
-        yield Case(
-            "middle, adapters of rank 48",
-            lambda: middle.product(
-                given.normal(40, 328), weight_of("nvfp4", (200,), 328), None, *flatten(given.parts((200,), 328, 48))
-            ),
-            ("middle",),
-        )
+        # The second has more than can lie in shared memory at a time.
+        for rank, rows, of in ((48, 40, (200,)), (136, 100, segments)):
+            weight, placed = weight_of("nvfp4", of, 328), flatten(given.parts(of, 328, rank))
+            yield Case(
+                f"middle, adapters of rank {rank}",
+                lambda r=rows, w=weight, p=placed: middle.product(given.normal(r, 328), w, None, *p),
+                ("middle",),
+            )
         yield Case("shrink", lambda: shrink(given.normal(70, d_in), given.normal(24, d_in)), ("shrink",))
 
 

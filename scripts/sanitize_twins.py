@@ -27,27 +27,28 @@ _BLOCK = "    __syncthreads();\n"
 _SUMS = "#if CLUSTER > 1\n    barrier_wait(smem_address(&arrived), parity);\n#endif\n"
 _FINISH = "    finish(p, s, of, round, tiles, first, last, warp, lane);\n"
 _SHARES = 'asm volatile("bar.arrive 2,'
-_TOLD = "        arrive(feed.adapter_full);\n"
-_LEARNT = "      barrier_wait(feed.adapter_full, uses & 1);\n"
+_TOLD = "      tell_laid(feed.adapter_full + 8 * place);\n"
+_LEARNT = "      barrier_wait(feed.adapter_full + 8 * place, uses / PLACES & 1);\n"
 _READ = "      const u64 h = h_operand("
-_FREE = "if (lane == 0) arrive(feed.adapter_empty);\n"
+_FREE = "if (lane == 0) arrive(feed.adapter_empty + 8 * place);\n"
 _FREE_FOR_ALL = "      __syncwarp();  // lane 0 speaks for the reads of all\n      " + _FREE
-_COUNTS = "i < 2 || i == 4 ? HELPERS : WARPS"
+_COUNTS = "i < 2 || (i >= 4 && i < 4 + PLACES) ? HELPERS : WARPS"
+_LANDED = "      copy_async_commit();\n      copy_async_wait<0>();\n      laid_visible();\n      "
 
 
 def _named(kind: str) -> str:
-    """At a named barrier; the kernel's own are below 8."""
-    return f'asm volatile("bar.{kind} 8, %0;" ::"n"(CONSUMERS + HELPERS) : "memory");\n'
+    """At a named barrier of the place's own; the kernel's are below 8."""
+    return f'asm volatile("bar.{kind} %0, %1;" ::"r"(8 + place), "n"(CONSUMERS + HELPERS) : "memory");\n'
 
 
 CHANGES = {
     "plain": {
         "decode": ((_SHARES, _SHARES.replace("arrive", "sync")),),
         "middle": (
-            (_TOLD, _named("arrive")),
+            (_TOLD, _LANDED + _named("arrive")),
             (_LEARNT, _named("sync")),
             (_FREE_FOR_ALL, _FREE.removeprefix("if (lane == 0) ")),
-            (_COUNTS, _COUNTS.replace(": WARPS", ": i == 5 ? CONSUMERS : WARPS")),
+            (_COUNTS, _COUNTS.replace(": WARPS", ": i >= 4 + PLACES ? CONSUMERS : WARPS")),
         ),
     },
     "fault": {

@@ -54,20 +54,21 @@ def cuda(*shape: int, seed: int = 0, scale: float = 1.0) -> torch.Tensor:
 
 
 def adapters_of(segments, d_in, rank, members=None, scales: Sequence[float] = (1.5, 1.5, 1.5)) -> list[AdapterPart]:
-    """Adapters on the chosen segments, all by default, on one stacked A."""
+    """Adapters on the chosen segments, all by default, on one stacked A; of one rank, or of a rank for each of those chosen."""
     stops = [sum(segments[: i + 1]) for i in range(len(segments))]
     chosen = [i for i in range(len(segments)) if members is None or i in members]
-    a = cuda(len(chosen) * rank, d_in, seed=1, scale=d_in**-0.5)
+    ranks = [rank] * len(chosen) if isinstance(rank, int) else list(rank)
+    a = cuda(sum(ranks), d_in, seed=1, scale=d_in**-0.5)
     return [
         AdapterPart(
             start=stops[i] - segments[i],
             stop=stops[i],
             a_RI=a,
-            b_OR=cuda(segments[i], rank, seed=2 + i, scale=0.1),
+            b_OR=cuda(segments[i], own, seed=2 + i, scale=0.1),
             scale=scales[i],
-            rank_start=index * rank,
+            rank_start=sum(ranks[:index]),
         )
-        for index, i in enumerate(chosen)
+        for index, (i, own) in enumerate(zip(chosen, ranks, strict=True))
     ]
 
 

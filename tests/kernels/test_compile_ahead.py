@@ -50,19 +50,19 @@ def hopper(monkeypatch):
     return done
 
 
-def layer(segments, d_in, members, dtype, *, keep):
-    """Of zeros, with an adapter of rank 32 for each member."""
+def layer(segments, d_in, members, dtype, *, keep, rank=32):
+    """Of zeros, with an adapter for each member."""
     d_out, stops = sum(segments), [sum(members[: i + 1]) for i in range(len(members))]
     tensors = {
         "tiles": torch.empty(-(-d_out // 16), -(-d_in // 64), 576, dtype=torch.uint8),
         "global_scale": torch.ones(len(segments)),
     }
     values = torch.empty(d_out, d_in, dtype=torch.bfloat16) if keep else None
-    a = torch.empty(32 * len(members), d_in, dtype=torch.bfloat16)
+    a = torch.empty(rank * len(members), d_in, dtype=torch.bfloat16)
     parts = [
         AdapterPart(
-            start=stop - rows, stop=stop, a_RI=a, b_OR=torch.empty(rows, 32, dtype=torch.bfloat16), scale=1.0,
-            rank_start=32 * index,
+            start=stop - rows, stop=stop, a_RI=a, b_OR=torch.empty(rows, rank, dtype=torch.bfloat16), scale=1.0,
+            rank_start=rank * index,
         )
         for index, (rows, stop) in enumerate(zip(members, stops, strict=True))
     ]  # fmt: skip
@@ -99,7 +99,7 @@ def met(layers, rows):
             if regime == regimes.DECODE:
                 codes.add(decode.code(x, item.weight, a_RI))
             elif regime == regimes.MIDDLE:
-                codes.add(middle.code(x, item.weight))
+                codes.add(middle.code(x, item.weight, placements))
             elif regime == regimes.KEPT:
                 kept.product(x, item.weight, None, placements, a_RI, b_OR, dtype=item.dtype)
     return codes
@@ -127,6 +127,21 @@ def test_products_of_any_number_of_rows_run_what_was_compiled_ahead(hopper, caps
 def test_a_pass_of_few_rows_needs_no_code_of_many(hopper):
     compile_ahead(layers_of("7B", False), 64)
     assert {dict(code.defines).get("TOKENS") for code in hopper.loaded if code.name == "middle"} == {32, 64}
+
+
+def test_adapters_of_more_than_32_ranks_have_as_many_kernels(hopper):
+    """Others, with places for more of them, in the place of those of rank 32."""
+    found = []
+    for rank in (32, 128):
+        hopper.loaded.clear()
+        layers = [layer((4608,), 3584, (4608,), torch.bfloat16, keep=False, rank=rank)]
+        compile_ahead(layers, 4096)
+        codes = {code for code in hopper.loaded if code.name == "middle"}
+        assert codes == {code for code in met(layers, range(1, 4097, 8)) if code.name == "middle"}
+        found.append(codes)
+    assert len(found[0]) == len(found[1]) and not found[0] & found[1]
+    assert {dict(code.defines)["PLACES"] for code in found[0]} == {1}
+    assert {dict(code.defines)["PLACES"] for code in found[1]} == {2, 4}
 
 
 @pytest.mark.parametrize("failing", ["triton", "cuda"])

@@ -49,6 +49,8 @@ HOPPER = [
             ),
             *(middle.choose(64, 2368, 56, DEVICE, name) for name in TILED),
             *(middle.choose(tokens, 9496, 14, DEVICE, "fp8") for tokens in (32, 96, 256)),
+            middle.choose(32, 2368, 56, DEVICE, rank=128),
+            middle.choose(256, 224, 56, DEVICE, rank=64),
         )
     ),
     *(
@@ -109,10 +111,10 @@ def test_the_decode_loop_keeps_its_values_in_registers(name, columns, tmp_path):
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="the resource report needs nvcc")
 @pytest.mark.parametrize(("tokens", "row_tiles"), [(64, 2368), (256, 224)])
-@pytest.mark.parametrize("name", TILED)
-def test_the_middle_kernel_expands_weights_while_products_are_under_way(name, tokens, row_tiles, tmp_path):
+@pytest.mark.parametrize(("name", "rank"), [*((name, 32) for name in TILED), ("nvfp4", 128)])
+def test_the_middle_kernel_expands_weights_while_products_are_under_way(name, rank, tokens, row_tiles, tmp_path):
     """The assembler says when it makes products wait for one another; and sums of 128 registers leave little for the end of a tile."""
-    shape = middle.choose(tokens, row_tiles, 56, DEVICE, name)
+    shape = middle.choose(tokens, row_tiles, 56, DEVICE, name, rank)
     text = whole_source("middle", middle.wgmma_source(shape.tokens))
     report = assembler_report(text, middle.macros(shape), "-gencode=arch=compute_90a,code=sm_90a", tmp_path)
     assert "serialized" not in report

@@ -1,5 +1,6 @@
 """How the decode kernels cut a product: every partial sum has a place of its own, and every reader finds those of its tile."""
 
+from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -170,6 +171,24 @@ def test_the_middle_kernel_gets_a_shape_that_fits(name, tokens):
         assert shape.shared + shape.static <= LIMIT
         assert shape.blocks <= 132, "all blocks run at once: they wait for one another"
         assert shape.blocks <= output_tiles * units * shape.cluster, "none is without work"
+
+
+@pytest.mark.parametrize("tokens", [1, 17, 32, 64, 96, 128, 192, 256, 300, 2048])
+@pytest.mark.parametrize("name", ["nvfp4", "nf4"])
+def test_more_than_32_ranks_have_several_places_and_change_nothing_but_the_ring(name, tokens):
+    for row_tiles, units in ((288, 56), (224, 296), (2368, 56), (56, 14)):
+        before = middle.choose(tokens, row_tiles, units, H200, name)
+        assert before.places == 1
+        for rank in (8, 16, 32):
+            assert middle.choose(tokens, row_tiles, units, H200, name, rank) == before
+        for rank in (40, 64, 96, 128, 160, 512):
+            shape = middle.choose(tokens, row_tiles, units, H200, name, rank)
+            assert shape.places <= min(4, -(-rank // 32))
+            assert shape.places > 1 or name == "nf4", "a tile's next 32 ranks are laid beside those that are multiplied"
+            assert shape.stages >= min(before.stages, 8 if shape.places > 2 else 4)
+            assert shape.shared + shape.static <= LIMIT
+            # So sums have the same order.
+            assert replace(shape, places=1, stages=before.stages) == before
 
 
 def test_few_output_tiles_are_cut_along_the_inputs_and_many_are_shared_out():

@@ -109,6 +109,45 @@ def test_tiles_may_be_shared_in_any_way(monkeypatch, blocks, tiles, cluster):
         assert torch.equal(y, case.ours(x, bias, parts))
 
 
+@pytest.mark.parametrize(
+    "ranks", [(64, 32, 64), (64, 128, 8), (96, 40, 96), (128, 64, 96), (128, 128, 128), (160, 24, 128)]
+)
+@pytest.mark.parametrize(
+    ("segments", "d_in"), [((3584, 512, 512), 3584), ((9000, 8500, 700), 576), ((300, 61, 200), 136)]
+)
+def test_parts_of_unequal_ranks_agree_with_float64(segments, d_in, ranks):
+    """More than 32 ranks have several places in shared memory, which blocks go through at rates of their own."""
+    case, bias, parts = Case(segments, d_in), cuda(sum(segments), seed=9), adapters_of(segments, d_in, ranks)
+    for rows in (17, 33, 64, 100, 256, 300):
+        x = cuda(rows, d_in, seed=rows)
+        y, reference = case.ours(x, bias, parts), case.exact(x, bias, parts)
+        for mine, theirs in zip(y.split(segments, 1), reference.split(segments, 1), strict=True):
+            assert error(mine, theirs) < ONE_ROUNDING, rows
+        assert torch.equal(y, case.ours(x, bias, parts)), f"{rows} rows: same input, same bits"
+
+
+@pytest.mark.parametrize(("tiles", "cluster"), [(1, 1), (2, 1), (1, 2)])
+@pytest.mark.parametrize("blocks", [4, 12, 36, 120])
+@pytest.mark.parametrize(("members", "ranks"), [((0, 2), (160, 96)), ((0, 1, 2), (64, 8, 128)), ((1,), (96,))])
+def test_any_number_of_places_for_adapters_gives_the_same_bits(monkeypatch, members, ranks, blocks, tiles, cluster):
+    """With one, each 32 ranks wait for those before; a block begins several tiles, some without an adapter, or none."""
+    segments, d_in = (1000, 600, 300), 1088
+    case, parts, bias = Case(segments, d_in), adapters_of(segments, d_in, ranks, members), cuda(1900, seed=9)
+    choose = middle.choose
+    for rows in (40, 120 if tiles == 2 else 200):
+        x, found = cuda(rows, d_in, seed=rows), []
+        for places in (1, 2, 3):
+
+            def chosen(*arguments, places=places):
+                shape = replace(choose(*arguments), tiles=tiles, cluster=cluster, places=places, stages=0, blocks=0)
+                return replace(middle.with_blocks(shape, *arguments[:4]), blocks=blocks)
+
+            monkeypatch.setattr(middle, "choose", chosen)
+            found += [case.ours(x, bias, parts) for _ in range(2)]
+        assert error(found[0], case.exact(x, bias, parts)) < ONE_ROUNDING
+        assert all(torch.equal(found[0], y) for y in found[1:]), rows
+
+
 @pytest.mark.parametrize("members", [(0,), (1, 2), (2,)])
 def test_adapters_on_some_members_leave_the_others_alone(members):
     segments, d_in = (3584, 512, 520), 1024
@@ -120,7 +159,7 @@ def test_adapters_on_some_members_leave_the_others_alone(members):
             assert error(ours, theirs) < ONE_ROUNDING
 
 
-@pytest.mark.parametrize("rank", [8, 24, 40])
+@pytest.mark.parametrize("rank", [8, 24, 40, 72, 104])
 def test_ranks_that_are_no_multiple_of_32(rank):
     segments, d_in = (300, 61), 136
     case, parts = Case(segments, d_in), adapters_of(segments, d_in, rank)
@@ -148,8 +187,9 @@ def test_h_is_given_back(segments, d_in, rank):
     ("segments", "d_in"),
     [((3584, 512, 512), 3584), ((3584,), 18944), ((896, 128, 128), 896), ((300, 61), 136)],
 )
-def test_h_alone_has_the_bits_of_h_beside_y(segments, d_in):
-    case, parts = Case(segments, d_in), adapters_of(segments, d_in, 32)
+@pytest.mark.parametrize("rank", [32, 96])
+def test_h_alone_has_the_bits_of_h_beside_y(segments, d_in, rank):
+    case, parts = Case(segments, d_in), adapters_of(segments, d_in, rank)
     call = (case.tiled, *flatten(parts))
     for rows in (1, 17, 33, 64, 127, 200, 1000, 2049):
         x = cuda(rows, d_in, seed=100 + rows)

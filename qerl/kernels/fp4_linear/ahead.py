@@ -90,7 +90,7 @@ def _codes(layer: Layer, most_rows: int) -> Iterator[Code]:
         if regime == regimes.DECODE:
             yield decode.code(some, weight, a_RI)
         elif regime == regimes.MIDDLE:
-            yield middle.code(some, weight)
+            yield middle.code(some, weight, placements)
         elif regime == regimes.KEPT:
             # Triton reads its source anew for each call, though it compiles each variant once.
             if (variant := kept.variant(some, weight, placements)) not in variants:

@@ -98,6 +98,11 @@ def _apart(placements: tuple[Placement, ...]) -> bool:
     return all(stop <= start for (_, stop), (start, _) in pairwise(rows))
 
 
+def _most_ranks(placements: Sequence[Placement]) -> int:
+    """Ranks of the largest part."""
+    return max([place.ranks.stop - place.ranks.start for place in placements], default=0)
+
+
 def product(
     x_TI: Tensor,
     weight: PackedWeight,
@@ -162,7 +167,7 @@ def _launch(
     tokens, (row_tiles, units, _) = x_TI.shape[0], tiles.shape
     ranks, outputs = a_RI[0].shape[0] if a_RI else 0, out_TO.shape[1]
     some = outputs if outputs < weight.shape[0] else None
-    plan = _plan(choose, space, weight.format, tokens, row_tiles, units, ranks, some)
+    plan = _plan(choose, space, weight.format, tokens, row_tiles, units, ranks, _most_ranks(placements), some)
     shape, row_tiles, token_tiles = plan.shape, plan.row_tiles, plan.token_tiles
     slices, pieces, output_tiles, clusters = plan.slices, plan.pieces, plan.output_tiles, plan.clusters
     partial_bytes = 2 * shape.blocks * shape.block_rows * shape.tokens * 4
@@ -244,10 +249,11 @@ def _plan(
     row_tiles: int,
     units: int,
     ranks: int,
+    most_ranks: int,
     some: int | None,
 ) -> _Plan:
-    """`some`: outputs that are made, where not all are. Kept, since a pass asks for each of its products, and choosing takes the host several launches' time."""
-    shape = choose(tokens, row_tiles, units, space, name)
+    """`ranks`: of A; `most_ranks`: of a part; `some`: outputs that are made, where not all are. Kept, since a pass asks for each of its products, and choosing takes the host several launches' time."""
+    shape = choose(tokens, row_tiles, units, space, name, most_ranks)
     token_tiles = -(-tokens // shape.tokens)
     # Of h the same slices whatever is made beside it.
     slices, pieces = slices_of_h(shape, token_tiles, ranks, units)
@@ -291,6 +297,7 @@ def macros(shape: Shape, vectors: bool = True) -> dict[str, int]:
         "GROUPS": shape.groups,
         "STAGES": shape.stages,
         "CLUSTER": shape.cluster,
+        "PLACES": shape.places,
         "VECTORS": int(vectors),
     }
 
@@ -304,8 +311,9 @@ def _code(shape: Shape, vectors: bool) -> Code:
     return Code("middle", tuple(macros(shape, vectors).items()), wgmma_source(shape.tokens))
 
 
-def code(x_TI: Tensor, weight: PackedWeight) -> Code:
+def code(x_TI: Tensor, weight: PackedWeight, placements: Sequence[Placement]) -> Code:
     """What `product` runs for a call that `takes` accepts."""
     row_tiles, units, _ = weight.tensors["tiles"].shape
-    shape = choose(x_TI.shape[0], row_tiles, units, workspace(x_TI.device), weight.format)
+    space = workspace(x_TI.device)
+    shape = choose(x_TI.shape[0], row_tiles, units, space, weight.format, _most_ranks(placements))
     return _code(shape, weight.shape[0] % 8 == 0)

@@ -25,6 +25,10 @@ MOST_STAGES = 16
 
 PIECE_RANKS = 32
 """Ranks of a piece of h: `PIECE_RANKS` of cuda/adapters.cuh."""
+MOST_PLACES = 4
+"""Places in shared memory for 32 ranks of B and h of a tile, at most; one for ranks up to 32."""
+_STAGES_FOR_TWO, _STAGES_FOR_MORE = 4, 8
+"""Steps that the ring keeps where there are two such places, and more."""
 _SPARE_STEPS = 10
 """Steps of a piece, at most, for which the multiprocessors that the tiles leave idle make h by themselves."""
 _SPLIT_STEPS = 4
@@ -59,6 +63,8 @@ class Shape:
     """Blocks with neighbouring rows that copy x for one another."""
     stages: int = 0
     """Steps in the ring; 0 for as many as fit."""
+    places: int = 1
+    """Places for 32 ranks of B and h of a tile."""
     most: int = 0
     """Clusters of this shape that run at the same time."""
     spare: int = 0
@@ -106,8 +112,8 @@ class Shape:
 
     @property
     def adapter_bytes(self) -> int:
-        """Bytes of shared memory behind the ring: 32 ranks of B and h of a tile, where there may be adapters."""
-        return 0 if TILED[self.format].by_rows else 64 * (self.tokens + self.block_rows)
+        """Bytes of shared memory behind the ring: places for 32 ranks of B and h of a tile, where there may be adapters."""
+        return 0 if TILED[self.format].by_rows else 64 * (self.tokens + self.block_rows) * self.places
 
     @property
     def shared(self) -> int:
@@ -149,23 +155,22 @@ def slices_of_h(shape: Shape, token_tiles: int, ranks: int, units: int) -> tuple
     return slices, groups * slices
 
 
-def choose(tokens: int, row_tiles: int, units: int, device: Device, name: str = "nvfp4") -> Shape:
-    """The shape for `tokens` rows of x and a weight of so many tiles in the format called `name`.
+def choose(tokens: int, row_tiles: int, units: int, device: Device, name: str = "nvfp4", rank: int = 0) -> Shape:
+    """The shape for `tokens` rows of x, a weight of so many tiles in the format called `name` and adapters of at most so many ranks each.
 
     Widths are few: each is a kernel of its own, compiled in 1 to 4 s, and a batch that shrinks asks for one after the other.
     """
     if tokens > NARROW:
         token_tiles = -(-tokens // WIDEST)
         width = _round_up(-(-tokens // token_tiles), 64)
-        return with_blocks(
-            Shape(format=name, tokens=width, tiles=1, blocks=0, cluster=CLUSTER), tokens, row_tiles, units, device
-        )
+        shape = Shape(format=name, tokens=width, tiles=1, blocks=0, cluster=CLUSTER)
+        return with_blocks(_with_places(shape, rank, device), tokens, row_tiles, units, device)
     # Where there are fewer tiles than blocks, sums pass between blocks, and a smaller tile has fewer of them.
     many = -(-row_tiles // 16) >= device.multiprocessors
     # With few rows of x nothing hides a warp's latencies but other warps.
     tiles, groups = (1, 2 * WARPGROUPS) if many and tokens <= MANY_WARPS else (2 if many else 1, WARPGROUPS)
     shape = Shape(format=name, tokens=_round_up(tokens, 32), tiles=tiles, groups=groups, blocks=0)
-    return with_blocks(shape, tokens, row_tiles, units, device)
+    return with_blocks(_with_places(shape, rank, device), tokens, row_tiles, units, device)
 
 
 def _round_up(number: int, step: int) -> int:
@@ -187,6 +192,15 @@ def with_blocks(shape: Shape, tokens: int, row_tiles: int, units: int, device: D
         choices.append((-(-output_tiles * units // even), even))
     blocks = min(choices)[1]
     return replace(shape, blocks=blocks * shape.cluster, most=most)
+
+
+def _with_places(shape: Shape, rank: int, device: Device) -> Shape:
+    """`shape` with a place for each 32 ranks of a part, as far as the ring stays deep enough: the next 32 of a tile wait for an empty one."""
+    for places in range(min(MOST_PLACES, -(-rank // PIECE_RANKS)), 1, -1):
+        found = replace(shape, places=places)
+        if _with_ring(found, device).stages >= (_STAGES_FOR_TWO if places == 2 else _STAGES_FOR_MORE):
+            return found
+    return shape
 
 
 def _with_ring(shape: Shape, device: Device) -> Shape:

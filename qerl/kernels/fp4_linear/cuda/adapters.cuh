@@ -2,6 +2,9 @@
 // Multiprocessors that the tiles would leave idle have blocks that do nothing else. Helping warps do the rest beside the products: they add up
 // the slices of the inputs, round, and lay B and h of the coming tile where the others multiply them, and what its rows are made with. A
 // counter tells when all pieces are there, another when all of h is. Blocks run at the same time, so that they may wait for one another.
+//
+// B and h are laid 32 ranks of a tile at a time, in PLACES places in turn: the n-th of all that a block needs goes to place n % PLACES, which is
+// full, and empty again, for the n / PLACES-th time. Helpers lay as far ahead as places are empty.
 
 constexpr int HELPERS = 96;  // threads
 constexpr int HELPING_WARPS = HELPERS / 32;
@@ -11,15 +14,15 @@ constexpr int PIECE = PIECE_RANKS / 8 * PIECE_CHUNK;
 constexpr int PIECE_STEP_BYTES = X_BYTES + PIECE_RANKS * 128;
 static_assert(PIECE_STEP_BYTES <= STAGE_BYTES);
 
-// 32 ranks of h and B of a tile: rows of 64 bytes, 16-byte chunks of row r at chunk ^ (r >> 1 & 3).
+// A place for 32 ranks of h and B of a tile: rows of 64 bytes, 16-byte chunks of row r at chunk ^ (r >> 1 & 3).
 constexpr int FEED_H = 64 * TOKENS, FEED_BYTES = FEED_H + 64 * BLOCK_ROWS;
 
 // Barriers in shared memory between the helping warps and the others.
 struct Feed {
-  u32 memory;                   // FEED_BYTES
-  u32 rows;                     // Row [2][BLOCK_ROWS]
-  u32 rows_full, rows_empty;    // two each: places of the rows of this tile and the next
-  u32 adapter_full, adapter_empty;
+  u32 memory;                       // FEED_BYTES [PLACES]
+  u32 rows;                         // Row [2][BLOCK_ROWS]
+  u32 rows_full, rows_empty;        // two each: places of the rows of this tile and the next
+  u32 adapter_full, adapter_empty;  // one for each place
 };
 
 __device__ __forceinline__ void helpers_sync() { asm volatile("bar.sync 2, %0;" ::"n"(HELPERS) : "memory"); }
@@ -160,14 +163,26 @@ __device__ __forceinline__ void lay_b(const Part& part, int rank, int first, u32
   lay_columns(part.b + column, part.rank, first - part.row_start, column < part.rank, part.row_stop - part.row_start, BLOCK_ROWS, memory + FEED_H, thread);
 }
 
-// 32 ranks of h, and waits for B too.
+// 32 ranks of h.
 __device__ __forceinline__ void lay_h(const MiddleParams& p, const Part& part, int rank, int token, u32 memory, int thread) {
   const int column = rank + 8 * (thread & 3);
   lay_columns(p.h + part.rank_start + column, p.ranks, token, column < part.rank, p.m, TOKENS, memory, thread);
-  copy_async_commit();
-  copy_async_wait<0>();
-  // For the matrix units, which read h from shared memory themselves.
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// For the matrix units, which read h from shared memory themselves.
+__device__ __forceinline__ void laid_visible() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// Tells that what this thread has laid is there. With one place there is nothing to begin meanwhile; with several, the thread goes on, the copies tell
+// when they have ended, and who multiplies calls `laid_visible`.
+__device__ __forceinline__ void tell_laid(u32 barrier) {
+  if constexpr (PLACES == 1) {
+    copy_async_commit();
+    copy_async_wait<0>();
+    laid_visible();
+    arrive(barrier);
+  } else {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+  }
 }
 
 // Calls `visit` with the place of every tile in a block's run of steps, until it says that it is enough.
@@ -181,9 +196,23 @@ __device__ __forceinline__ void each_tile(const MiddleParams& p, int start, int 
   }
 }
 
+// Calls `visit` with all that has a place: each 32 ranks of the parts that a tile begins with, in the order in which they are added.
+template <class Visit>
+__device__ __forceinline__ void each_use(const MiddleParams& p, const Place& at, const Visit& visit) {
+  const int first = 16 * first_row_tile(at);
+#pragma unroll 1
+  for (int q = 0; q < p.parts && at.unit == 0; ++q) {
+    const Part& part = p.part[q];
+    if (!touches(part, first)) continue;
+#pragma unroll 1
+    for (int rank = 0; rank < part.rank; rank += PIECE_RANKS) visit(part, rank, first);
+  }
+}
+
 // The helping warps' part of a block's run of steps. Tiles are visited in the order in which the others do.
 __device__ __forceinline__ void help(const MiddleParams& p, int start, int stop, const Feed& feed, int thread) {
-  int laid = 0, next = start, uses = 0;
+  int laid = 0, next = start;
+  u32 uses = 0;
   const auto lay_next = [&] {
     if (next >= stop) return;
     const Place at = place_of(p, next);
@@ -196,36 +225,35 @@ __device__ __forceinline__ void help(const MiddleParams& p, int start, int stop,
 #pragma unroll 1
   for (int i = 0; i < 2; ++i) lay_next();
   if (p.parts > 0) {
+    // B of the first places does not wait for h.
+    u32 ahead = 0;
     each_tile(p, start, stop, [&](const Place& at) {
-      const int first = 16 * first_row_tile(at);
-      for (int q = 0; q < p.parts && at.unit == 0; ++q) {
-        if (!touches(p.part[q], first)) continue;
-        lay_b(p.part[q], 0, first, feed.memory, thread);
-        return true;
-      }
-      return false;
+      each_use(p, at, [&](const Part& part, int rank, int first) {
+        if (ahead < PLACES) lay_b(part, rank, first, feed.memory + ahead++ * FEED_BYTES, thread);
+      });
+      return ahead >= PLACES;
     });
     make_h(p, thread);
   }
   each_tile(p, start, stop, [&](const Place& at) {
-    const int first = 16 * first_row_tile(at);
-#pragma unroll 1
-    for (int q = 0; q < p.parts && at.unit == 0; ++q) {
-      const Part& part = p.part[q];
-      if (!touches(part, first)) continue;
-#pragma unroll 1
-      for (int rank = 0; rank < part.rank; rank += 32, ++uses) {
-        if (uses > 0) {
-          barrier_wait(feed.adapter_empty, (uses & 1) ^ 1);
-          lay_b(part, rank, first, feed.memory, thread);
-        }
-        lay_h(p, part, rank, at.token_tile * TOKENS, feed.memory, thread);
-        arrive(feed.adapter_full);
+    each_use(p, at, [&](const Part& part, int rank, int first) {
+      const u32 place = uses % PLACES, memory = feed.memory + place * FEED_BYTES;
+      if (uses >= PLACES) {
+        barrier_wait(feed.adapter_empty + 8 * place, uses / PLACES + 1 & 1);
+        lay_b(part, rank, first, memory, thread);
       }
-    }
+      lay_h(p, part, rank, at.token_tile * TOKENS, memory, thread);
+      tell_laid(feed.adapter_full + 8 * place);
+      ++uses;
+    });
     lay_next();
     return false;
   });
+  // No thread ends before its copies.
+  if constexpr (PLACES > 1) {
+    copy_async_commit();
+    copy_async_wait<0>();
+  }
 }
 
 // A and B come into the L2 cache before the kernel in front has ended, where they stay coherent whatever ran before.

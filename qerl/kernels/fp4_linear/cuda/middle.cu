@@ -12,7 +12,7 @@
 // The blocks of a cluster have neighbouring rows; each copies a part of x for all of them.
 //
 // Compile-time: FORMAT, TOKENS (a multiple of 16), TILES (row tiles of a warp: 1 or 2), GROUPS (warpgroups that multiply), STAGES (steps in the ring),
-// CLUSTER (1, 2 or 4).
+// CLUSTER (1, 2 or 4), PLACES (of 32 ranks of adapters in shared memory).
 // x as the B operand: [TOKENS][64] bfloat16, rows of 128 bytes, 16-byte chunks of row r at chunk ^ (r & 7).
 __device__ __forceinline__ u64 operand(u32 address) {
   return static_cast<u64>((address & 0x3FFFF) >> 4) | (1ull << 16) | (64ull << 32) | (1ull << 62);
@@ -245,24 +245,26 @@ __device__ __forceinline__ void scale_sums(float (&d)[TILES][TOKENS / 2], const 
 
 // Adds scale * B h to the sums of a tile, 32 ranks of a part at a time, as the helping warps lay them.
 __device__ __forceinline__ void add_adapters(const MiddleParams& p, float (&d)[TILES][TOKENS / 2], const Row (&rows)[2 * TILES], int first,
-                                             const Feed& feed, int& uses, int warp, int lane) {
+                                             const Feed& feed, u32& uses, int warp, int lane) {
   scale_sums(d, rows, false);
 #pragma unroll 1
   for (int q = 0; q < p.parts; ++q) {
     const Part& part = p.part[q];
     if (!touches(part, first)) continue;
 #pragma unroll 1
-    for (int rank = 0; rank < part.rank; rank += 32, ++uses) {
-      barrier_wait(feed.adapter_full, uses & 1);
+    for (int rank = 0; rank < part.rank; rank += PIECE_RANKS, ++uses) {
+      const u32 place = uses % PLACES, memory = feed.memory + place * FEED_BYTES;
+      barrier_wait(feed.adapter_full + 8 * place, uses / PLACES & 1);
+      if constexpr (PLACES > 1) laid_visible();
       u32 b[TILES][2][4];
 #pragma unroll
       for (int i = 0; i < TILES; ++i)
 #pragma unroll
         for (int k = 0; k < 2; ++k) {
           const int row = 16 * (warp * TILES + i) + (lane & 15);
-          ldmatrix_x4(b[i][k], feed.memory + FEED_H + 64 * row + (((2 * k + (lane >> 4)) ^ (row >> 1 & 3)) << 4));
+          ldmatrix_x4(b[i][k], memory + FEED_H + 64 * row + (((2 * k + (lane >> 4)) ^ (row >> 1 & 3)) << 4));
         }
-      const u64 h = h_operand(__shfl_sync(0xFFFFFFFF, feed.memory, 0));
+      const u64 h = h_operand(__shfl_sync(0xFFFFFFFF, memory, 0));
       asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
       for (int i = 0; i < TILES; ++i)
@@ -272,7 +274,7 @@ __device__ __forceinline__ void add_adapters(const MiddleParams& p, float (&d)[T
       products_wait<0>();
       settled(d);
       __syncwarp();  // lane 0 speaks for the reads of all
-      if (lane == 0) arrive(feed.adapter_empty);
+      if (lane == 0) arrive(feed.adapter_empty + 8 * place);
     }
   }
   scale_sums(d, rows, true);
@@ -290,7 +292,8 @@ __device__ __forceinline__ void load_rows(Row (&rows)[2 * TILES], u32 from) {
 __device__ __forceinline__ void consume(const MiddleParams& p, int start, int stop, Ring r, const Feed& feed, u32 staging, Unpacker unpack, int warp, int thread) {
   const int lane = thread & 31;
   float d[TILES][TOKENS / 2];
-  int visit = 0, uses = 0;
+  int visit = 0;
+  u32 uses = 0;
   if (p.parts > 0) add_pieces(p, d[0], r, warp, lane);
 #pragma unroll 1
   for (int at = start; at < stop; ++visit) {
@@ -316,7 +319,8 @@ __device__ __forceinline__ void consume(const MiddleParams& p, int start, int st
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) middle(const __grid_constant__ MiddleParams p) {
   extern __shared__ __align__(1024) u8 memory[];
-  __shared__ __align__(8) u64 barriers[2 * STAGES + 6];
+  constexpr int OTHERS = 4 + 2 * PLACES;  // barriers beside the ring's
+  __shared__ __align__(8) u64 barriers[2 * STAGES + OTHERS];
   __shared__ __align__(128) u8 staged[GROUPS * STAGING_BYTES];
   __shared__ __align__(16) Row rows[2 * BLOCK_ROWS];
   int thread;
@@ -324,7 +328,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) middle(const __grid_con
   const int warp = uniform(thread >> 5);
   const u32 ring = (uniform(smem_address(memory)) + TABLE_BYTES + 1023) & ~1023u;
   const u32 full = uniform(smem_address(barriers)), empty = full + 8 * STAGES, others = empty + 8 * STAGES;
-  const Feed feed = {ring + STAGES * STAGE_BYTES, smem_address(rows), others, others + 16, others + 32, others + 40};
+  const Feed feed = {ring + STAGES * STAGE_BYTES, smem_address(rows), others, others + 16, others + 32, others + 32 + 8 * PLACES};
   // Clusters beyond those that share the steps only make pieces of h.
   const int cluster = min(static_cast<int>(blockIdx.x) / CLUSTER, p.clusters), next = min(cluster + 1, p.clusters);
   const int start = share(cluster, p.clusters, p.steps), stop = share(next, p.clusters, p.steps);
@@ -334,7 +338,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) middle(const __grid_con
       barrier_init(barriers + i, 1);
       barrier_init(barriers + STAGES + i, WARPS * CLUSTER);
     }
-    for (int i = 0; i < 6; ++i) barrier_init(barriers + 2 * STAGES + i, i < 2 || i == 4 ? HELPERS : WARPS);
+    for (int i = 0; i < OTHERS; ++i) barrier_init(barriers + 2 * STAGES + i, i < 2 || (i >= 4 && i < 4 + PLACES) ? HELPERS : WARPS);
     barrier_inits_visible();
   }
   fill_table(memory, p.side, thread, THREADS);
