@@ -339,8 +339,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode(const __grid_con
         free_stage = stage;
         const int now = min(left, 2);
         left -= now;
-        // A pair of which neither ends a row tile.
-        if (run > 2) {
+        // A pair of which neither ends a row tile; of more rows of x there is no room for both in registers.
+        if (NT <= 2 && run > 2) {
           multiply_unit(load_codes(codes_at + stage), load_scale_bytes(scales_at + stage), rows, x_at, x_column, unpack, c);
           stage += TILE_BYTES;
           multiply_unit(load_codes(codes_at + stage), load_scale_bytes(scales_at + stage), rows, x_at + 128, x_column, unpack, c);
