@@ -119,9 +119,13 @@ _DECODE_NO_COPIES = (
 )
 # A unit is not read, expanded or multiplied; its sums, zeros, go their way.
 _DECODE_NO_UNITS = (
-    _before("decode.cu", "multiply_unit(load_codes(codes_at + stage)", "if (p.scale_base == 0)\n            "),
+    _before(
+        "decode.cu",
+        'extern "C" __global__ void __launch_bounds__(THREADS, 1) decode(',
+        "#define multiply_unit(...) if (p.scale_base == 0) multiply_unit(__VA_ARGS__)\n",
+    ),
 )
-_GATHER = "    if (warp >= WARPS) before = gather_h(p, s, w, thread - 32 * WARPS);\n"
+_GATHER = "    if (warp >= WARPS) before = gather_h(p, s, needed, thread - 32 * WARPS);\n"
 _SHRINK = "    shrink(p, s, w, cluster, clusters, a, warp, lane);\n"
 _DECODE_KNOWN_H = (
     Edit(

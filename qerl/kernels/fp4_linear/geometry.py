@@ -17,8 +17,8 @@ _ROUND_COST = 40_000
 _STATIC = 128
 _RINGS = (6, 4)
 """Units that a warp's ring may hold, the preferred number first."""
-_CHUNKS = 16
-"""Partial sums of h that every block adds up, about."""
+_CHUNKS = 8
+"""Partial sums of h that every block adds up, about: as many as a thread of the kernel watches together (`PIECES_AT_ONCE`)."""
 
 
 def warps(columns: int) -> int:

@@ -138,16 +138,11 @@ __device__ __forceinline__ void shrink(const DecodeParams& p, const Shared& s, c
 
 // Waits for the pieces of h that this cluster's rows need, number by number, adds them in order and rounds: h, bfloat16 in shared memory.
 // Tells the first thread how many blocks had it before.
-__device__ __forceinline__ u32 gather_h(const DecodeParams& p, const Shared& s, const Work& w, int thread) {
+__device__ __forceinline__ u32 gather_h(const DecodeParams& p, const Shared& s, u32 needed, int thread) {
   const int count = CLUSTER * p.chunks, step = p.groups * NT * 32;
   for (int i = thread; i < step; i += LORA_THREADS) {
     const int group = i / (NT * 32), n = (i / 32) % NT, lane = i & 31, g = lane >> 2, t = lane & 3;
-    bool needed = false;
-    for (int q = 0; q < p.parts; ++q) {
-      const Part& part = p.part[q];
-      if (part.rank_start < 16 * group + 16 && part.rank_start + part.rank > 16 * group) needed |= part_needed(part, w.tile_start, w.tile_stop);
-    }
-    if (!needed) continue;
+    if (group < 32 && !(needed >> group & 1)) continue;
     float4 sum = make_float4(0, 0, 0, 0);
 #pragma unroll 1
     for (int chunk = 0; chunk < count; chunk += PIECES_AT_ONCE) {
@@ -283,11 +278,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode(const __grid_con
   int first = share(w.rank, CLUSTER, tiles), last = share(w.rank + 1, CLUSTER, tiles);
   u32 of = sources(p, tiles, first, first + warp / NT, lane);
   Course at_work = {};
+  u32 needed = 0;
   if (warp < WARPS) {
     at_work = course(p, s, w, tiles, warp, lane);
   } else {
     expect_round(p, w, tiles, &arrived, warp, lane);
     warm_epilogue(p, w, thread - 32 * WARPS);
+    find_factors(p, s, w.tile_start + first, w.tile_start + last, thread - 32 * WARPS);
+    needed = needed_groups(p, w);
   }
   // Nor do adapters change under the kernel in front, where launches overlap at all (in captures).
   uint4 a[HALVES][2];
@@ -314,7 +312,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode(const __grid_con
   u32 before = 0;
   if (p.parts > 0) {
     shrink(p, s, w, cluster, clusters, a, warp, lane);
-    if (warp >= WARPS) before = gather_h(p, s, w, thread - 32 * WARPS);
+    if (warp >= WARPS) before = gather_h(p, s, needed, thread - 32 * WARPS);
   }
 
   const Unpacker unpack = unpacker(p.scale_base, smem_address(memory), lane);
@@ -339,21 +337,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode(const __grid_con
         free_stage = stage;
         const int now = min(left, 2);
         left -= now;
-        // A pair of which neither ends a row tile; of more rows of x there is no room for both in registers.
-        if (NT <= 2 && run > 2) {
-          multiply_unit(load_codes(codes_at + stage), load_scale_bytes(scales_at + stage), rows, x_at, x_column, unpack, c);
-          stage += TILE_BYTES;
-          multiply_unit(load_codes(codes_at + stage), load_scale_bytes(scales_at + stage), rows, x_at + 128, x_column, unpack, c);
-          x_at += 256;
-          run -= 2;
-          stage = free_stage == (STAGES - 2) * TILE_BYTES ? 0 : free_stage + 2 * TILE_BYTES;
-          continue;
-        }
-#pragma unroll 1
-        for (int i = now; i > 0; --i) {
+        const auto multiply_next = [&] {
           multiply_unit(load_codes(codes_at + stage), load_scale_bytes(scales_at + stage), rows, x_at, x_column, unpack, c);
           stage += TILE_BYTES;
           x_at += 128;
+        };
+        // Most pairs end no row tile, and need one turn. For more rows of x there are not the registers.
+        const bool both = NT <= 2 && run > 2;
+        if (both) {
+          multiply_next();
+          multiply_next();
+          run -= 2;
+        }
+#pragma unroll 1
+        for (int i = both ? 0 : now; i > 0; --i) {
+          multiply_next();
           if (--run == 0) {
             if (tile == to.owner_stop) address(p, s, w, to, tiles, tile, warp, lane);
 #pragma unroll
@@ -374,6 +372,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode(const __grid_con
         stage = free_stage == (STAGES - 2) * TILE_BYTES ? 0 : free_stage + 2 * TILE_BYTES;
       }
     } else {
+      if (round > w.tile_start) find_factors(p, s, round + first, round + last, thread - 32 * WARPS);
       expand(p, s, w, round + first, round + last, thread - 32 * WARPS);
     }
     __syncthreads();

@@ -184,16 +184,33 @@ __device__ void warm_epilogue(const DecodeParams& p, const Work& w, int thread) 
   }
 }
 
-// bias + scale * B h, and lift / divisor, of the row tiles [first, last), one row tile a warp at a time.
+// lift / divisor of the rows of the row tiles [first, last). Of the first round it is made before x is there.
+__device__ void find_factors(const DecodeParams& p, const Shared& s, int first, int last, int thread) {
+#pragma unroll 1
+  for (int i = thread; i < 16 * (last - first); i += LORA_THREADS) {
+    const int row = 16 * first + i;
+    int segment = 0;
+    while (segment + 1 < p.segments && row >= p.segment_stop[segment]) ++segment;
+    s.factor[i] = __fdiv_rn(TILE_LIFT, row_divisor(p.side, min(row, p.n - 1), segment));
+  }
+}
+
+// The groups of 16 rows of A, of the first 32, that adapters of this cluster's rows have.
+__device__ u32 needed_groups(const DecodeParams& p, const Work& w) {
+  u32 needed = 0;
+  for (int q = 0; q < p.parts; ++q) {
+    const Part& part = p.part[q];
+    if (part.rank == 0 || !part_needed(part, w.tile_start, w.tile_stop)) continue;
+    for (int group = part.rank_start / 16; group < min(32, (part.rank_start + part.rank + 15) / 16); ++group) needed |= 1u << group;
+  }
+  return needed;
+}
+
+// bias + scale * B h of the row tiles [first, last), one row tile a warp at a time.
 __device__ void expand(const DecodeParams& p, const Shared& s, const Work& w, int first, int last, int thread) {
   const int lane = thread & 31, warp = thread >> 5, g = lane >> 2, t = lane & 3;
   for (int tile = first + warp; tile < last; tile += LORA_WARPS) {
     const int row = 16 * tile + g;
-    if (lane < 16) {
-      int segment = 0;
-      while (segment + 1 < p.segments && 16 * tile + lane >= p.segment_stop[segment]) ++segment;
-      s.factor[(tile - first) * 16 + lane] = __fdiv_rn(TILE_LIFT, row_divisor(p.side, min(16 * tile + lane, p.n - 1), segment));
-    }
     float low = 0, high = 0;
     if (p.bias != nullptr) {
       low = row < p.n ? from_bf16(p.bias[row]) : 0;
