@@ -54,7 +54,7 @@ from benchmarks.timing import deciles, device_times, host_seconds, require_gpu
 from qerl.formats import dequantize
 from qerl.kernels.fp4_linear import AdapterPart, fp4_linear, regimes
 
-ROWS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 8192)
+ROWS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 8192, 16384)
 FEW_ROWS = (1, 8, 64, 256, 2048)
 RANK_ROWS = (8, 64)
 PEER_ROWS = (1, 8, 16, 32, 64, 256, 2048)

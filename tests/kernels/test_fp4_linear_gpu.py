@@ -18,7 +18,7 @@ pytestmark = pytest.mark.gpu
 
 FORMAT = get_format("nvfp4")
 # Every regime takes some of them, for small weights and for big ones (test_regimes.py).
-ROWS_OF_X = (1, 3, 8, 16, 17, 32, 63, 64, 128, 200, 1000, 1100, 4100)
+ROWS_OF_X = (1, 3, 8, 16, 17, 32, 63, 64, 128, 200, 1000, 1100, 4100, 8200)
 # (segments, inputs): Qwen2.5 7B and 0.5B projections, and odd ones.
 WEIGHTS = (
     ((3584, 512, 512), 3584),
@@ -156,7 +156,7 @@ def test_adapters_as_columns_of_the_large_product_in_several_runs(segments, monk
 def test_a_row_does_not_depend_on_the_others():
     segments, d_in = (3584, 512, 512), 3584
     tiled, parts = FORMAT.for_device(weight_of(segments, d_in)), adapters_of(segments, d_in, 32)
-    for rows in (2, 8, 16, 27, 64, 1000, 1100, 4100):
+    for rows in (2, 8, 16, 27, 64, 1000, 1100, 4100, 8200):
         x = cuda(rows, d_in, seed=3)
         other = cuda(rows, d_in, seed=4)
         other[-1] = x[-1]
@@ -259,7 +259,7 @@ def test_gradients_agree_with_float64(rows, segments, d_in, monkeypatch):
     check_gradients(rows, segments, d_in, rank=16)
 
 
-@pytest.mark.parametrize("rows", [24, 1100, 4100])
+@pytest.mark.parametrize("rows", [24, 1100, 4100, 8200])
 @pytest.mark.parametrize(("segments", "d_in"), [((3584, 512, 512), 3584), ((3584,), 18944)])
 def test_gradients_of_a_7b_agree_with_float64(rows, segments, d_in):
     """At the first two numbers of rows the product is of the middle kernel where there is one; down joins its adapters from the second on."""

@@ -201,7 +201,7 @@ def test_h_alone_has_the_bits_of_h_beside_y(segments, d_in, rank):
 @pytest.mark.parametrize(("segments", "d_in"), [WEIGHTS[0], WEIGHTS[1], WEIGHTS[3], WEIGHTS[5]])
 def test_many_rows_are_several_launches(segments, d_in):
     case, bias, parts = Case(segments, d_in), cuda(sum(segments), seed=9), adapters_of(segments, d_in, 32)
-    for rows in (1025, 2048, 2049, 4500):
+    for rows in (1025, 2048, 2049, 4500, 8192):
         x, other = cuda(rows, d_in, seed=rows), cuda(rows, d_in, seed=rows + 1)
         other[-1] = x[-1]
         y, reference = case.ours(x, bias, parts), case.exact(x, bias, parts)

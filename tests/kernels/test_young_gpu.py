@@ -12,7 +12,7 @@ from qerl.kernels.fp4_linear.cuda import regime_of
 pytestmark = pytest.mark.gpu
 
 ON_HOPPER = pytest.mark.skipif("torch.cuda.get_device_capability() != (9, 0)", reason="kernels of sm_90")
-ROWS = (8, 100, 2500, 5000)
+ROWS = (8, 100, 2500, 5000, 9000)
 SMALL, GATE_UP, BIG = ((896, 128, 128), 896), ((4864, 4864), 896), ((3584, 512, 512), 3584)
 DECODE, MIDDLE, KEPT, DENSE = regimes.DECODE, regimes.MIDDLE, regimes.KEPT, regimes.DENSE
 # (format, (segments, inputs), whether V is kept) -> the regime of each number of rows.

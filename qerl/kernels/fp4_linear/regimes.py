@@ -17,7 +17,7 @@ DECODE_ROWS_OF = {"nf4": 8, "nf4_dq": 8, "fp8": 8}
 """The same of formats of which a tile costs decode more: looked up, or a byte a number."""
 DECODE_ROWS_OF_HEAD = 8
 """The same of an LM head: outputs of twice the bytes, and no adapters that the middle kernel would wait for."""
-MIDDLE_ROWS = 4096
+MIDDLE_ROWS = 8192
 """Rows of x up to which the middle kernel is faster than dense."""
 MIDDLE_ROWS_OF_HEAD = 1024
 """The same of an LM head, which was timed up to here: at 1,024 tokens it takes cuBLAS's time."""
