@@ -11,10 +11,10 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
 
 from qerl.formats import PackedWeight, dequantize
 from qerl.kernels.fp4_linear import AdapterPart, fp4_linear, keep, keeps, served
+from qerl.kernels.product import product
 from qerl.model.lora import LoraGroup
 
 
@@ -74,7 +74,7 @@ class GroupedLinear(nn.Module):
         """Outputs of all members side by side, [T, O] in ``dtype``, which is the type of ``x_TI`` when not given. Without ``output``
         what the backward pass needs is made, and the outputs need not be."""
         if self.trained_OI is not None:
-            return linear(x_TI, self.trained_OI, self.bias_O).to(dtype or x_TI.dtype)
+            return product(x_TI, self.trained_OI, self.bias_O).to(dtype or x_TI.dtype)
         parts = self.lora.adapter_parts(x_TI.dtype) if adapters and self.lora is not None else ()
         return fp4_linear(x_TI, self.weight, self.added_O, parts, self.dense_OI, dtype=dtype, output=output)
 
@@ -91,7 +91,7 @@ class GroupedLinear(nn.Module):
         start, stop = self.rows_of(part)
         bias_O = None if self.added_O is None else self.added_O[start:stop]
         if self.trained_OI is not None:
-            return linear(x_TI, self.trained_OI[start:stop], bias_O).to(dtype or x_TI.dtype)
+            return product(x_TI, self.trained_OI[start:stop], bias_O).to(dtype or x_TI.dtype)
         dense_OI = self.weight.tensors["weight"] if self.weight.format == "bf16" else self.dense_OI
         if dense_OI is None:
             return self.stacked(x_TI, adapters, dtype=dtype)[:, start:stop]

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 
 from qerl.formats import PackedWeight, get_format
 from qerl.kernels.fp4_linear.adapter import Placement, columns_of
+from qerl.kernels.product import product
 from qerl.kernels.types import as_type
 
 
@@ -92,7 +92,7 @@ def _base(
     if dense_OI is not None and not _sums_in(dtype, x_TI):
         # The bias goes into the product, as in any framework's dense layer: float32 results then round alike.
         bias_O = None if bias_O is None else as_type(bias_O, x_TI.dtype)
-        return as_type(linear(x_TI, as_type(dense_OI, x_TI.dtype), bias_O), dtype)
+        return as_type(product(x_TI, as_type(dense_OI, x_TI.dtype), bias_O), dtype)
     divisor_O = None
     if dense_OI is not None:
         values_OI = dense_OI.to(x_TI.dtype)
@@ -101,7 +101,7 @@ def _base(
     if values_OI.dtype == x_TI.dtype and _sums_in(dtype, x_TI):
         y_TO = torch.mm(x_TI, values_OI.T, out_dtype=dtype)
     else:
-        y_TO = x_TI.to(values_OI.dtype) @ values_OI.T
+        y_TO = product(x_TI.to(values_OI.dtype), values_OI)
     if divisor_O is not None:
         y_TO.div_(divisor_O)
     y_TO = y_TO.to(torch.promote_types(y_TO.dtype, dtype))

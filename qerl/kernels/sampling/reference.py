@@ -11,8 +11,9 @@ from qerl.kernels.philox.reference import uniform_at
 BLOCK = 128
 """Tokens per block of the two-level inversion: only the sum of each block and one block a row are summed in float64."""
 
-SUMMED_AT_ONCE = 1 << 17
-"""Weights whose blocks are summed at once: they, and the float64 copy that torch makes of them, stay in a processor's cache."""
+SUMMED_AT_ONCE = 1 << 19
+"""Weights whose blocks are summed at once: with fewer, threads wait for one another more often than they work; with many more, the float64 copy that torch
+makes of them leaves the cache, and its memory goes back to the system."""
 
 NUCLEUS_HEAD = 1024
 """Likeliest tokens among which top-p looks for its set before it sorts the whole vocabulary."""
@@ -73,9 +74,13 @@ def _nucleus(weights_BV: Tensor, mass: float) -> Tensor:
 
 def token_weights(logits_BV: Tensor, top_B1: Tensor, temperature: float | Tensor) -> Tensor:
     """exp((logits - top) / T), float32 [B, V]."""
+    gap_BV = logits_BV - top_B1
     if isinstance(temperature, Tensor):
-        temperature = temperature.float()
-    return (logits_BV - top_B1).div_(temperature).exp_()
+        gap_BV.div_(temperature.float())
+    elif temperature != 1:
+        # By 1 it would be one more pass over the vocabulary for the same bits.
+        gap_BV.div_(temperature)
+    return gap_BV.exp_()
 
 
 def token_logprobs(

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from qerl.formats import PackedWeight
+from qerl.kernels.product import product
 from qerl.kernels.sampling.reference import draw_token
 from qerl.kernels.token_logprobs.autograd import Parts, TokenLogprobs
 from qerl.kernels.token_logprobs.choices import Wanted
@@ -37,10 +38,10 @@ def head_logits(hidden_ND: Tensor, head: Head, bias_V: Tensor | None) -> Tensor:
 def _product(hidden_ND: Tensor, values_VD: Tensor) -> Tensor:
     """hidden values^T, accumulated and returned in float32 (float64 for float64)."""
     if hidden_ND.dtype in (torch.float32, torch.float64):
-        return hidden_ND @ values_VD.T
+        return product(hidden_ND, values_VD)
     if hidden_ND.device.type == "cuda":
         return torch.mm(hidden_ND, values_VD.T, out_dtype=torch.float32)
-    return hidden_ND.float() @ values_VD.float().T
+    return product(hidden_ND.float(), values_VD.float())
 
 
 def hidden_gradient(grad_NV: Tensor, head: PackedWeight, dtype: torch.dtype) -> Tensor:
