@@ -30,8 +30,8 @@ NO_SECOND_JOIN = (
 JOINS_READ_NOTHING = (
     Edit(
         "device",
-        "for start in range(0, count, JOINED):",
-        "for start in range(0, tl.where(slots < 0, count, 0), JOINED):",
+        "there_J = lane_J < count\n",
+        "there_J = lane_J < tl.where(slots < 0, count, 0)\n",
     ),
 )
 NO_JOINS = (Edit("contexts", "tl.debug_barrier()\n            " + _COUNT, "arrived = -1"),)
@@ -73,8 +73,8 @@ NO_TILES = (
 NO_TASKS = (
     Edit(
         "contexts",
-        "for task in range(program, further + pairs, tl.num_programs(0)):",
-        "for task in range(program, tl.where(rows < 0, further + pairs, 0), tl.num_programs(0)):",
+        "for listed in range(program, further + pairs, tl.num_programs(0)):",
+        "for listed in range(program, tl.where(rows < 0, further + pairs, 0), tl.num_programs(0)):",
     ),
 )
 

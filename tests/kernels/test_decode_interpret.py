@@ -88,7 +88,7 @@ def long_and_short(size, kv_heads):
 
 
 @pytest.mark.usefixtures("short_parts")
-@pytest.mark.parametrize("programs", [1, 7, 40])
+@pytest.mark.parametrize("programs", [1, 7, 40, 80])
 def test_eighteen_parts_are_joined_in_two_turns_and_a_row_keeps_its_bits_in_any_batch(programs):
     lengths, table, turns, k, v = long_and_short(16, 2)
     qkv, plan = normal(4, 10 * 16), Plan(first=1, most=64, programs=programs)

@@ -14,7 +14,7 @@ from qerl.kernels.cached_attention.device import (
     fetch,
     find,
     finish,
-    joined,
+    joined_at_once,
     leave,
     load_heads,
     load_turns,
@@ -105,7 +105,12 @@ def attend(
             further_L = tl.maximum(tl.cdiv(tiles_L, part_tiles(tiles_L, first, most, LEAST, LONG)), 1) - 1
             further_L = tl.where(lane_L < rows, further_L, 0) * KV_HEADS
         further = tl.sum(further_L, 0)
-    for task in range(program, further + pairs, tl.num_programs(0)):
+    ahead = 0
+    if SPLIT:
+        # Where each program has one task at most, the first parts begin first: their new token makes them end last otherwise.
+        ahead = tl.where(further + pairs <= tl.num_programs(0), pairs, 0)
+    for listed in range(program, further + pairs, tl.num_programs(0)):
+        task = tl.where(listed < ahead, listed + further, listed - ahead)
         row32 = (task - further) // KV_HEADS
         kv_head = (task - further) % KV_HEADS
         part = 0
@@ -204,11 +209,11 @@ def attend(
                 member_G = tl.arange(0, JOIN_SIDE)
                 kept_G = member_G < GROUP
                 head_G = head + member_G
+                read_G = head + tl.minimum(member_G, GROUP - 1)
                 of_eight = before_slots + eight * JOINED
-                top_G, sum_G, out_Gd = joined(
-                    parts_ptr, stats_ptr, head_G, kept_G, slots, of_eight, tl.minimum(working - eight * JOINED, JOINED),
-                    JOIN_SIDE, SIZE, PADDED, JOINED,
-                )  # fmt: skip
+                top_G, sum_G, out_Gd = joined_at_once(
+                    parts_ptr, stats_ptr, read_G, slots, of_eight, working - eight * JOINED, SIZE, PADDED, JOINED
+                )
                 done = working <= JOINED
                 if working > JOINED:
                     place_G = head_G * slots + before_slots + most + eight
@@ -217,10 +222,9 @@ def attend(
                     tl.debug_barrier()
                     if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == eights - 1:
                         tl.store(counter, 0)
-                        top_G, sum_G, out_Gd = joined(
-                            parts_ptr, stats_ptr, head_G, kept_G, slots, before_slots + most, eights,
-                            JOIN_SIDE, SIZE, PADDED, JOINED,
-                        )  # fmt: skip
+                        top_G, sum_G, out_Gd = joined_at_once(
+                            parts_ptr, stats_ptr, read_G, slots, before_slots + most, eights, SIZE, PADDED, JOINED
+                        )
                         done = eights > 0
                 if done:
                     finish(

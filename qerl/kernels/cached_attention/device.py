@@ -210,6 +210,26 @@ def joined(
 
 
 @triton.jit
+def joined_at_once(
+    parts_ptr, stats_ptr, head_S, slots, first, count, SIZE: tl.constexpr, PADDED: tl.constexpr, JOINED: tl.constexpr
+):
+    """Sum of `count` parts, at most JOINED, in slots from `first` on, of heads that are all there, in their order, asked for together."""
+    lane_d, lane_J = tl.arange(0, PADDED), tl.arange(0, JOINED)
+    # A head's address, and distances from there that are known when this is compiled; and no loop, which would rescale what it has.
+    place_S = head_S * slots + first
+    from_SJ = (stats_ptr + 2 * place_S)[:, None] + 2 * lane_J[None, :]
+    there_J = lane_J < count
+    there_SJ, there_SJd = there_J[None, :], there_J[None, :, None] & (lane_d < SIZE)[None, None, :]
+    from_SJd = (parts_ptr + place_S * SIZE)[:, None, None] + (lane_J[:, None] * SIZE + lane_d[None, :])[None, :, :]
+    parts_SJd = tl.load(from_SJd, mask=there_SJd, other=0.0)
+    top_SJ = tl.load(from_SJ, mask=there_SJ, other=float("-inf"))
+    sum_SJ = tl.load(from_SJ + 1, mask=there_SJ, other=0.0)
+    top_S = tl.max(top_SJ, 1)
+    weight_SJ = tl.exp2(top_SJ - top_S[:, None])
+    return top_S, tl.sum(sum_SJ * weight_SJ, 1), tl.sum(parts_SJd * weight_SJ[:, :, None], 1)
+
+
+@triton.jit
 def finish(
     out_ptr, parts_ptr, stats_ptr, head_S, kept_S, slots, together, top_S, sum_S, out_Sd,
     SHARED: tl.constexpr, SIDE: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr, JOINED: tl.constexpr,
