@@ -18,7 +18,7 @@ def pretend(monkeypatch):
     space = Space(
         device=torch.device("cpu"), multiprocessors=132, shared_limit=232448, geometries={},
         resident_clusters=lambda launch: 66, alphas=lambda weight: (1.0,) * len(weight.segments),
-        counters=lambda: torch.zeros(1, dtype=torch.int32),
+        counters=lambda: torch.zeros(1, dtype=torch.int32), sums=lambda numbers: torch.empty(numbers),
     )  # fmt: skip
     for module in (kept, decode, middle, dense):
         monkeypatch.setattr(module, "workspace", lambda device: space)

@@ -13,6 +13,7 @@ from qerl.kernels.fp4_linear import middle
 from qerl.kernels.fp4_linear.adapter import flatten
 from qerl.kernels.fp4_linear.middle_shape import runs_of
 from qerl.kernels.fp4_linear.shrink import shrink
+from qerl.kernels.fp4_linear.workspace import workspace
 
 pytestmark = [
     pytest.mark.gpu,
@@ -102,7 +103,7 @@ def test_tiles_may_be_shared_in_any_way(monkeypatch, blocks, tiles, cluster):
         return replace(middle.with_blocks(shape, *arguments[:4]), blocks=blocks)
 
     monkeypatch.setattr(middle, "choose", chosen)
-    for rows in (40, 120 if tiles == 2 else 200):
+    for rows in (20, 40, 120 if tiles == 2 else 200):
         x = cuda(rows, d_in, seed=rows)
         y = case.ours(x, bias, parts)
         assert error(y, case.exact(x, bias, parts)) < ONE_ROUNDING
@@ -146,6 +147,21 @@ def test_any_number_of_places_for_adapters_gives_the_same_bits(monkeypatch, memb
             found += [case.ours(x, bias, parts) for _ in range(2)]
         assert error(found[0], case.exact(x, bias, parts)) < ONE_ROUNDING
         assert all(torch.equal(found[0], y) for y in found[1:]), rows
+
+
+@pytest.mark.parametrize("rows", [20, 50, 120])
+def test_sums_that_are_no_numbers_pass_between_blocks(rows):
+    """Nothing waits for ever for them, they stay in their rows, and nothing of them is left for the next call."""
+    segments, d_in = (3584, 512, 512), 3584
+    case, x = Case(segments, d_in), cuda(rows, d_in, seed=rows)
+    before, odd = case.ours(x, None, []), x.clone()
+    odd[1] = torch.full((d_in,), -1, dtype=torch.int16, device="cuda").view(torch.bfloat16)  # NaN, all bits set
+    odd[3, 5] = torch.inf
+    y, again = case.ours(odd, None, []), case.ours(x, None, [])
+    others = [row for row in range(rows) if row not in (1, 3)]
+    assert y[1].isnan().all() and not y[3].isfinite().all()
+    assert torch.equal(y[others], before[others]) and torch.equal(again, before)
+    assert bool((workspace(x.device).sums(1).view(torch.int32) == -1).all())
 
 
 @pytest.mark.parametrize("members", [(0,), (1, 2), (2,)])

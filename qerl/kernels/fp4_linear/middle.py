@@ -172,7 +172,8 @@ def _launch(
     slices, pieces, output_tiles, clusters = plan.slices, plan.pieces, plan.output_tiles, plan.clusters
     partial_bytes = 2 * shape.blocks * shape.block_rows * shape.tokens * 4
     h_partial_bytes = pieces * shape.cluster * shape.tokens * PIECE_RANKS * 4
-    partials = space.scratch((partial_bytes + h_partial_bytes) // 1024, 512).data_ptr()
+    in_scratch = 0 if shape.watched else partial_bytes
+    scratch = space.scratch((in_scratch + h_partial_bytes) // 1024, 512).data_ptr()
     counters = space.counters().data_ptr()
     params = _Params(
         x_map=tensor_map(
@@ -199,8 +200,8 @@ def _launch(
         side=record.side_of(weight),
         a=a_RI[0].data_ptr() if a_RI else None,
         h=h[0].data_ptr() if h else None,
-        partials=partials,
-        h_partials=partials + partial_bytes,
+        partials=space.sums(partial_bytes // 4).data_ptr() if shape.watched else scratch,
+        h_partials=scratch + in_scratch,
         counters=counters,
         h_counters=counters + 4 * H_COUNTERS,
         m=tokens,

@@ -101,6 +101,11 @@ class Shape:
         return self.tiles * self.tokens > 128
 
     @property
+    def watched(self) -> bool:
+        """Whether sums of shared tiles go through `Workspace.sums`, without counters: `WATCHED` of cuda/middle.cuh."""
+        return self.tiles * self.tokens <= 64
+
+    @property
     def threads(self) -> int:
         """Threads of a block."""
         return 128 * self.groups + 128

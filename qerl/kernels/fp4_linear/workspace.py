@@ -35,7 +35,9 @@ SCALE_BASE = 0x70007000
 TILE_COUNTERS = 16384
 """Output tiles of which the middle kernel may count the parts."""
 LEAST_SUMS = 1 << 18
-"""Numbers of the partial sums that the decode kernel's blocks tell each other: as many as four adapters of rank 128 need."""
+"""Numbers of the partial sums that the decode kernel's blocks tell each other, at most: as many as four adapters of rank 128 need."""
+BLOCK_SUMS = 2 * 64 * 2 * 64
+"""Numbers of such sums of a block of the middle kernel, at most: two places for 128 rows x 64 tokens, or 256 x 32."""
 DECODE_COUNTERS = TILE_COUNTERS
 """With this one the decode kernel counts the blocks that have read h."""
 H_COUNTERS = TILE_COUNTERS + 4
@@ -93,7 +95,8 @@ class Workspace:
         """float32 of the bits that stand for no number: kernels leave them behind. Graphs share them, unless a capture is the first to ask."""
         if self._sums is not None and self._sums.numel() >= numbers:
             return self._sums
-        sums = torch.full((max(numbers, LEAST_SUMS),), -1, dtype=torch.int32, device=self.device)
+        numbers = max(numbers, LEAST_SUMS, BLOCK_SUMS * self.multiprocessors)
+        sums = torch.full((numbers,), -1, dtype=torch.int32, device=self.device)
         if self._sums is not None or torch.cuda.is_current_stream_capturing():
             self._kept.append(sums)
         else:

@@ -73,24 +73,6 @@ __device__ __forceinline__ void cluster_wait() {
 #endif
 }
 
-// Words that another block watches: written and read one by one, in no order with anything else.
-__device__ __forceinline__ void store_watched_16(float4* place, float4 v) {
-  asm volatile("st.relaxed.gpu.global.v4.f32 [%0], {%1,%2,%3,%4};" ::"l"(place), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
-}
-
-__device__ __forceinline__ float4 load_watched_16(const float4* place) {
-  float4 v;
-  asm volatile("ld.relaxed.gpu.global.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(place) : "memory");
-  return v;
-}
-
-// Stands for a number that is not there yet: no sum has these bits.
-constexpr u32 MISSING = 0xFFFFFFFFu;
-
-__device__ __forceinline__ bool missing(float4 v) {
-  return __float_as_uint(v.x) == MISSING || __float_as_uint(v.y) == MISSING || __float_as_uint(v.z) == MISSING || __float_as_uint(v.w) == MISSING;
-}
-
 __device__ __forceinline__ u32 add_relaxed(u32* counter, u32 value) {
   u32 before;
   asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(value) : "memory");

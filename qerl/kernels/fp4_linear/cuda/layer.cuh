@@ -36,6 +36,24 @@ __device__ __forceinline__ void add(float4& sum, float4 v) {
   sum.w += v.w;
 }
 
+// Words that another block watches: written and read one by one, in no order with anything else.
+__device__ __forceinline__ void store_watched_16(float4* place, float4 v) {
+  asm volatile("st.relaxed.gpu.global.v4.f32 [%0], {%1,%2,%3,%4};" ::"l"(place), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
+}
+
+__device__ __forceinline__ float4 load_watched_16(const float4* place) {
+  float4 v;
+  asm volatile("ld.relaxed.gpu.global.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(place) : "memory");
+  return v;
+}
+
+// Stands for a number that is not there yet: no sum has these bits.
+constexpr u32 MISSING = 0xFFFFFFFFu;
+
+__device__ __forceinline__ bool missing(float4 v) {
+  return __float_as_uint(v.x) == MISSING || __float_as_uint(v.y) == MISSING || __float_as_uint(v.z) == MISSING || __float_as_uint(v.w) == MISSING;
+}
+
 // Counts up to `last` and then begins at 0 again.
 __device__ __forceinline__ void count_up_only(u32* counter, u32 last) {
   asm volatile("red.inc.relaxed.gpu.global.u32 [%0], %1;" ::"l"(counter), "r"(last) : "memory");

@@ -9,6 +9,9 @@ constexpr int THREADS = CONSUMERS + 128;  // a warp that copies, three that help
 constexpr int REGISTERS = 65536 / THREADS / 8 * 8, MANY_REGISTERS = 216, FEW_REGISTERS = 72;
 static_assert(!WIDE || CONSUMERS * MANY_REGISTERS + 128 * FEW_REGISTERS <= THREADS * REGISTERS);
 constexpr int COLUMNS = TOKENS / 8;
+// Few sums: parts of a tile go from block to block as words that are watched, and are put back to MISSING. Of many, putting back takes longer than
+// a fence and a counter.
+constexpr bool WATCHED = TILES * TOKENS <= 64;
 constexpr int ROW_TILES = WARPS * TILES;
 constexpr int BLOCK_ROWS = 16 * ROW_TILES;
 constexpr int X_BYTES = TOKENS * 128;
@@ -30,7 +33,7 @@ struct MiddleParams {
   const float* side;   // of the format: divisors of NVFP4's segments or of FP8's rows, what doubly quantized scales need, or null
   const u16* a;        // bfloat16 [ranks, k]
   u16* h;              // bfloat16 [m, ranks], made here
-  float4* partials;    // [2 * blocks][TILES][COLUMNS][CONSUMERS]
+  float4* partials;    // [2 * blocks][TILES][COLUMNS][CONSUMERS]; MISSING between launches if WATCHED
   float2* h_partials;  // [h_pieces][CLUSTER][PIECE]
   u32* counters;       // [tiles * CLUSTER * GROUPS], zeros between launches
   u32* h_counters;     // two more
