@@ -11,7 +11,33 @@ from qerl.kernels.fp4_linear.workspace import compiled
 
 pytestmark = pytest.mark.gpu
 
-ROWS = (1, 7, 16, 17, 33, 63, 64, 65, 100, 129, 200, 257, 300, 500, 777, 1024, 1025, 1500, 2048, 2049, 3000, 4096, 4097, 8192, 8193)
+ROWS = (
+    1,
+    7,
+    16,
+    17,
+    33,
+    63,
+    64,
+    65,
+    100,
+    129,
+    200,
+    257,
+    300,
+    500,
+    777,
+    1024,
+    1025,
+    1500,
+    2048,
+    2049,
+    3000,
+    4096,
+    4097,
+    8192,
+    8193,
+)
 # Of a 0.5B, o and down with the float32 outputs that its stream takes; and a large weight, which is never kept.
 CASES = (
     ((896, 128, 128), 896, torch.bfloat16, True),
