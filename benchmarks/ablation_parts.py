@@ -125,14 +125,11 @@ _DECODE_NO_UNITS = (
         "#define multiply_unit(...) if (p.scale_base == 0) multiply_unit(__VA_ARGS__)\n",
     ),
 )
-_GATHER = "    if (warp >= WARPS) before = gather_h(p, s, needed, thread - 32 * WARPS);\n"
+_GATHER = "      before = gather_h(p, s, needed_groups(p, w), thread - 32 * WARPS);\n"
 _SHRINK = "    shrink(p, s, w, cluster, clusters, a, warp, lane);\n"
 _DECODE_KNOWN_H = (
-    Edit(
-        "decode.cu",
-        _SHRINK + _GATHER,
-        f"    if (p.scale_base == 0) {{\n  {_SHRINK}  {_GATHER}    }}\n",
-    ),
+    _before("decode.cu", _SHRINK, "    if (p.scale_base == 0)\n  "),
+    _before("decode.cu", _GATHER, "      if (p.scale_base == 0)\n  "),
     Edit(
         "decode.cu",
         "  if (cluster < p.groups * p.chunks) {\n",
@@ -147,7 +144,7 @@ _DECODE_NO_EXPAND = (
         "      if (p.scale_base != 0 || !part_needed(part, tile, tile + 1)) continue;\n",
     ),
 )
-_DECODE_NO_GATHER = (Edit("decode.cu", _GATHER, _GATHER.replace("if (", "if (p.scale_base == 0 && ")),)
+_DECODE_NO_GATHER = (_before("decode.cu", _GATHER, "      if (p.scale_base == 0)\n  "),)
 
 DECODE = (
     Part(ALL),

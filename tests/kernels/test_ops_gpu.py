@@ -51,6 +51,21 @@ def test_words_are_bit_equal_and_normals_within_2e_6():
     assert torch.equal(found[7], philox.normal(*STREAM, 4099, c1=7, c2=7, c3=1, device=DEVICE))
 
 
+def test_normals_of_a_row_are_as_many_as_the_layout_gate_asks_for():
+    """8,193 rows of 4,864 inputs: more programs than a launch's second dimension has."""
+    count = 8193 * 4864
+    found = philox.normal(*STREAM, count, device=DEVICE)
+    worst = max(
+        float((mine - exact).abs().max())
+        for mine, exact in zip(
+            found.split(1 << 23),
+            philox.normal(*STREAM, count, device=DEVICE, kernel="reference").split(1 << 23),
+            strict=True,
+        )
+    )
+    assert worst < 2e-6
+
+
 @pytest.mark.parametrize(
     ("tokens", "width", "terms", "dtype"),
     [

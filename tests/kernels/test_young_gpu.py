@@ -17,13 +17,13 @@ SMALL, GATE_UP, BIG = ((896, 128, 128), 896), ((4864, 4864), 896), ((3584, 512, 
 DECODE, MIDDLE, KEPT, DENSE = regimes.DECODE, regimes.MIDDLE, regimes.KEPT, regimes.DENSE
 # (format, (segments, inputs), whether V is kept) -> the regime of each number of rows.
 WEIGHTS = {
-    ("nvfp4", SMALL, False): (DECODE, MIDDLE, DENSE, DENSE),
-    ("nvfp4", SMALL, True): (DECODE, KEPT, DENSE, DENSE),
-    ("nvfp4", GATE_UP, False): (DECODE, MIDDLE, DENSE, DENSE),
-    ("nvfp4", GATE_UP, True): (DECODE, KEPT, DENSE, DENSE),
-    ("nvfp4", BIG, False): (DECODE, MIDDLE, MIDDLE, DENSE),
-    ("bf16", SMALL, True): (KEPT, KEPT, DENSE, DENSE),
-    ("bf16", GATE_UP, True): (KEPT, KEPT, DENSE, DENSE),
+    ("nvfp4", SMALL, False): (DECODE, MIDDLE, DENSE, DENSE, DENSE),
+    ("nvfp4", SMALL, True): (DECODE, KEPT, DENSE, DENSE, DENSE),
+    ("nvfp4", GATE_UP, False): (DECODE, MIDDLE, DENSE, DENSE, DENSE),
+    ("nvfp4", GATE_UP, True): (DECODE, KEPT, DENSE, DENSE, DENSE),
+    ("nvfp4", BIG, False): (DECODE, MIDDLE, MIDDLE, MIDDLE, DENSE),
+    ("bf16", SMALL, True): (KEPT, KEPT, DENSE, DENSE, DENSE),
+    ("bf16", GATE_UP, True): (KEPT, KEPT, DENSE, DENSE, DENSE),
 }
 
 

@@ -31,7 +31,8 @@ def normal_rows(key: Key, n: int, c1: Tensor | int, c2: Tensor | int, c3: Tensor
     block = min(_BLOCK, power_of_2(max(n, 4)))
     together = _TOGETHER if rows * ceil_div(n, block) >= _MANY else 1
     if result_Rn.numel():
-        _normal_rows[(ceil_div(rows, together), ceil_div(n, block))](
+        # One dimension: a second one ends at 65,535, which 8,193 rows of 4,864 numbers are beyond.
+        _normal_rows[(ceil_div(rows, together) * ceil_div(n, block),)](
             key_2,
             *counters,
             *strides,
@@ -70,9 +71,10 @@ def _on_device(key: Key, device: torch.device) -> Tensor:
 
 @triton.jit(do_not_specialize=["stride1", "stride2", "stride3", "rows"])
 def _normal_rows(key, c1, c2, c3, stride1, stride2, stride3, result, rows, n, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    row_blocks = tl.cdiv(rows, ROWS)
+    row = (tl.program_id(0) % row_blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = row < rows
-    column = tl.program_id(1) * BLOCK
+    column = tl.program_id(0) // row_blocks * BLOCK
     z = normal_rows_tile(
         tl.load(key).to(tl.uint32),
         tl.load(key + 1).to(tl.uint32),

@@ -278,14 +278,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode(const __grid_con
   int first = share(w.rank, CLUSTER, tiles), last = share(w.rank + 1, CLUSTER, tiles);
   u32 of = sources(p, tiles, first, first + warp / NT, lane);
   Course at_work = {};
-  u32 needed = 0;
   if (warp < WARPS) {
     at_work = course(p, s, w, tiles, warp, lane);
   } else {
     expect_round(p, w, tiles, &arrived, warp, lane);
     warm_epilogue(p, w, thread - 32 * WARPS);
-    find_factors(p, s, w.tile_start + first, w.tile_start + last, thread - 32 * WARPS);
-    needed = needed_groups(p, w);
   }
   // Nor do adapters change under the kernel in front, where launches overlap at all (in captures).
   uint4 a[HALVES][2];
@@ -312,7 +309,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode(const __grid_con
   u32 before = 0;
   if (p.parts > 0) {
     shrink(p, s, w, cluster, clusters, a, warp, lane);
-    if (warp >= WARPS) before = gather_h(p, s, needed, thread - 32 * WARPS);
+    if (warp >= WARPS) {
+      // While pieces of h are on their way; without adapters while the others stream. In front of x it would keep x waiting.
+      find_factors(p, s, w.tile_start + first, w.tile_start + last, thread - 32 * WARPS);
+      before = gather_h(p, s, needed_groups(p, w), thread - 32 * WARPS);
+    }
   }
 
   const Unpacker unpack = unpacker(p.scale_base, smem_address(memory), lane);
@@ -372,7 +373,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode(const __grid_con
         stage = free_stage == (STAGES - 2) * TILE_BYTES ? 0 : free_stage + 2 * TILE_BYTES;
       }
     } else {
-      if (round > w.tile_start) find_factors(p, s, round + first, round + last, thread - 32 * WARPS);
+      if (p.parts == 0 || round > w.tile_start) find_factors(p, s, round + first, round + last, thread - 32 * WARPS);
       expand(p, s, w, round + first, round + last, thread - 32 * WARPS);
     }
     __syncthreads();

@@ -166,7 +166,7 @@ __device__ void warm_epilogue(const DecodeParams& p, const Work& w, int thread) 
   }
 }
 
-// lift / divisor of the rows of the row tiles [first, last). Of the first round it is made before x is there.
+// lift / divisor of the rows of the row tiles [first, last).
 __device__ void find_factors(const DecodeParams& p, const Shared& s, int first, int last, int thread) {
 #pragma unroll 1
   for (int i = thread; i < 16 * (last - first); i += LORA_THREADS) {
